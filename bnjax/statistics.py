@@ -1,0 +1,159 @@
+"""Moments of a batch and running values (Algorithm 1, steps 1-2; Algorithm 2).
+
+N examples, C features, m elements averaged per feature.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Inexact, Shaped
+
+from bnjax.arguments import Scalar, check_inexact
+from bnjax.reduction import Reduction, align_mask, keep_valid, make_reduction
+from bnjax.transform import Centred, Spec, centre, compute_dtype
+
+
+class Moments(NamedTuple):
+    """Moments of one batch, one value per feature."""
+
+    mean: Inexact[Array, "*features"]  # μ
+    var: Float[Array, "*features"]  # σ², biased: the divisor is count
+    count: Float[Array, "*features"]  # m, over all devices
+
+
+class BatchStats(NamedTuple):
+    """Running values of training, one per feature; what inference normalizes with."""
+
+    mean: Inexact[Array, "*features"]  # E[x]
+    var: Float[Array, "*features"]  # Var[x]; unbiased unless asked otherwise
+
+
+def init_batch_stats(features: int | tuple[int, ...]) -> BatchStats:
+    """Returns the running values before the first batch: mean 0 and variance 1.
+
+    Args:
+      features: Static. The number of features, or the shape of the feature axes.
+
+    >>> init_batch_stats(2)
+    BatchStats(mean=Array([0., 0.], dtype=float32), var=Array([1., 1.], dtype=float32))
+    """
+    return BatchStats(jnp.zeros(features, jnp.float32), jnp.ones(features, jnp.float32))
+
+
+def batch_moments(
+    x: Inexact[Array, "..."],
+    *,
+    feature_axes: int | tuple[int, ...] = -1,
+    axis_name: str | tuple[str, ...] | None = None,
+    axis_index_groups: Any = None,
+    mask: Shaped[Array, "..."] | None = None,
+) -> Moments:
+    """Returns the mini-batch mean and variance of Algorithm 1 (images: Section 3.2).
+
+    By two passes over `x`, accurate for any mean: it has no running mean to lean on.
+
+    Args:
+      x: `(N, C)`, `(N, H, W, C)` or any other rank; real or complex floating dtype.
+      feature_axes: Static. The axes that keep moments of their own.
+      axis_name: Static. Mapped axis or axes to sum over, so that devices agree.
+      axis_index_groups: Static. Groups of device indices that sum among themselves.
+      mask: True (or non-zero) where an element counts. Of the rank of `x`, or of
+        fewer axes: `(N,)` for examples, `(N, H, W)` for positions.
+
+    Returns:
+      Moments of shape `(C,)`; float64 if `x` is, otherwise float32. A feature with
+      nothing to count has mean, var and count 0.
+
+    Raises:
+      TypeError: `x` is not of floating dtype.
+      ValueError: `feature_axes` names an axis that `x` does not have, or `mask` does
+        not fit `x`.
+      NameError: `axis_name` is not bound.
+
+    >>> batch_moments(jnp.array([[1.0, 5.0], [3.0, 5.0]])).var
+    Array([1., 0.], dtype=float32)
+    """
+    check_inexact(x)
+    reduction = make_reduction(x.ndim, feature_axes, axis_name, axis_index_groups)
+    mask = align_mask(mask, x.shape)
+    wide = keep_valid(x.astype(compute_dtype(x.dtype)), mask)
+    shift = jnp.zeros((1,) * x.ndim, wide.dtype)
+    moments = centre(wide, shift, mask, Spec(reduction, two_pass=True))
+    return as_moments(moments, x.shape, reduction)
+
+
+def merge_moments(a: Moments, b: Moments) -> Moments:
+    """Returns the moments of two sets of elements taken together.
+
+    Exact for any counts; a set without elements adds nothing, whatever its mean.
+
+    >>> one = Moments(jnp.array([0.0]), jnp.array([0.0]), jnp.array([1.0]))
+    >>> two = Moments(jnp.array([3.0]), jnp.array([0.0]), jnp.array([2.0]))
+    >>> [float(value[0]) for value in merge_moments(one, two)]
+    [2.0, 2.0, 3.0]
+    """
+    count = a.count + b.count
+    share = b.count / jnp.maximum(count, jnp.ones_like(count))
+    zero = jnp.zeros_like
+    a_mean, a_var = (jnp.where(a.count > 0, v, zero(v)) for v in a[:2])
+    b_mean, b_var = (jnp.where(b.count > 0, v, zero(v)) for v in b[:2])
+    apart = jnp.where((a.count > 0) & (b.count > 0), b_mean - a_mean, zero(a_mean))
+    mean = jnp.where(a.count > 0, a_mean + share * apart, b_mean)
+    spread = share * (1 - share) * jnp.square(jnp.abs(apart))
+    return Moments(mean, (1 - share) * a_var + share * b_var + spread, count)
+
+
+def update_batch_stats(
+    batch_stats: BatchStats,
+    moments: Moments,
+    *,
+    momentum: Scalar = 0.99,
+    unbiased: bool = True,
+) -> BatchStats:
+    """Returns the running values moved towards a batch; they carry no gradient.
+
+    Args:
+      batch_stats: The old values, `(C,)`.
+      moments: Of one batch, `(C,)`.
+      momentum: Weight of the old value, in [0, 1]. PyTorch's is one minus this.
+      unbiased: Static. True: the batch adds m/(m−1) · var, the population's variance
+        of Algorithm 2, step 10. False: var, as Flax does.
+
+    Returns:
+      Values of the dtype of `batch_stats`. A feature with nothing to count keeps its
+      values bit for bit, one with a single element its variance.
+
+    Raises:
+      ValueError: `momentum` is a number outside [0, 1].
+    """
+    if isinstance(momentum, int | float) and not 0 <= momentum <= 1:
+        raise ValueError(
+            f"momentum={momentum} is the weight of the old running value and must lie "
+            "in [0, 1]. PyTorch's momentum is one minus this."
+        )
+    mean, var, count = moments
+    if unbiased:
+        var = var * (count / jnp.maximum(count - 1, jnp.ones_like(count)))
+
+    def move(old: Array, new: Array, defined: Array) -> Array:
+        if jnp.issubdtype(new.dtype, jnp.complexfloating):
+            old = old.astype(new.dtype)
+        keep = jnp.asarray(momentum, old.real.dtype).astype(old.dtype)
+        moved = keep * old + (1 - keep) * new.astype(old.dtype)
+        return lax.stop_gradient(jnp.where(defined, moved, old))
+
+    return BatchStats(
+        move(batch_stats.mean, mean, count > 0), move(batch_stats.var, var, count > 1)
+    )
+
+
+def as_moments(
+    centred: Centred, shape: tuple[int, ...], reduction: Reduction
+) -> Moments:
+    """Returns the moments of an array of that shape, one value per feature."""
+    mean = (centred.shift + centred.residual).squeeze(reduction.axes)
+    var = centred.var.squeeze(reduction.axes)
+    count = centred.count
+    count = count.squeeze(reduction.axes) if count.ndim == len(shape) else count
+    return Moments(mean, var, jnp.broadcast_to(count, var.shape))
