@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Inexact
 
-from bnjax.reduction import Reduction, feature_shape
+from bnjax.reduction import Reduction, feature_shape, keep_valid
 from bnjax.transform import compute_dtype
 
 Scalar = float | int | Float[Array, ""]
@@ -47,7 +47,12 @@ def per_feature(
 
 
 def affine_parameter(
-    value: Array | None, default: int, x: Array, reduction: Reduction, name: str
+    value: Array | None,
+    default: int,
+    x: Array,
+    reduction: Reduction,
+    name: str,
+    mask: Array | None,
 ) -> Inexact[Array, "..."]:
     """Returns a scale or bias of the rank of `x`, in the dtype of arithmetic on `x`."""
     dtype = compute_dtype(x.dtype)
@@ -59,8 +64,17 @@ def affine_parameter(
     if value.ndim == x.ndim and all(
         n in (1, size) for n, size in zip(value.shape, x.shape, strict=True)
     ):
-        return value.astype(dtype)
+        return _keep_used(value.astype(dtype), mask)
     raise ValueError(
         f"{name} has shape {value.shape}, but x has shape {x.shape}. It must have the "
         f"shape of the features, {features}, or the rank of x and broadcast to it."
     )
+
+
+def _keep_used(value: Array, mask: Array | None) -> Array:
+    """Returns a value of the rank of `mask` with zeros where it meets nothing valid."""
+    if mask is None:
+        return value
+    # Computed per example, it may be NaN in padding, and gradients take 0 · NaN.
+    shared = tuple(axis for axis, n in enumerate(value.shape) if n == 1)
+    return keep_valid(value, mask.any(shared, keepdims=True))

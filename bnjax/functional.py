@@ -63,8 +63,8 @@ def normalize(
     mean = per_feature(mean, x, reduction, "mean").astype(dtype)
     var = per_feature(var, x, reduction, "var").astype(zero.real.dtype)
     multiplier = lax.rsqrt(var + jnp.asarray(epsilon, var.dtype)).astype(dtype)
-    multiplier = multiplier * affine_parameter(scale, 1, x, reduction, "scale")
-    offset = affine_parameter(bias, 0, x, reduction, "bias")
+    multiplier = multiplier * affine_parameter(scale, 1, x, reduction, "scale", mask)
+    offset = affine_parameter(bias, 0, x, reduction, "bias", mask)
     y = affine(wide, Centred(mean, zero, var, zero), multiplier, offset)
     return keep_valid(y.astype(x.dtype), mask)
 
@@ -119,9 +119,9 @@ def batch_norm(
       NameError: `axis_name` is not bound.
 
     >>> x = jnp.array([[1.0], [3.0]])
-    >>> y, batch_stats = batch_norm(x, init_batch_stats(1), epsilon=0.0)
-    >>> y.tolist(), batch_stats.mean.tolist()
-    ([[-1.0], [1.0]], [0.019999999552965164])
+    >>> y, new = batch_norm(x, init_batch_stats(1), epsilon=0.0, momentum=0.75)
+    >>> y.tolist(), new.mean.tolist(), new.var.tolist()
+    ([[-1.0], [1.0]], [0.5], [1.25])
     """
     check_batch_stats(batch_stats)
     options: dict[str, Any] = {
@@ -183,8 +183,8 @@ def normalize_batch(
     y, moments = batch_transform(
         Spec(reduction, two_pass),
         x,
-        affine_parameter(scale, 1, x, reduction, "scale"),
-        affine_parameter(bias, 0, x, reduction, "bias"),
+        affine_parameter(scale, 1, x, reduction, "scale", mask),
+        affine_parameter(bias, 0, x, reduction, "bias", mask),
         jnp.asarray(epsilon, jnp.zeros((), dtype).real.dtype),
         per_feature(shift, x, reduction, "batch_stats.mean").astype(dtype),
         mask,

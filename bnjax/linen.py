@@ -1,6 +1,5 @@
 """Batch Normalization for Flax Linen."""
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,9 +7,11 @@ from flax import linen as nn
 from jax import Array
 from jax.nn import initializers
 
+from bnjax.arguments import check_batch_stats
 from bnjax.functional import normalize, normalize_batch
 from bnjax.reduction import canonical_axes
 from bnjax.statistics import BatchStats, update_batch_stats
+from bnjax.transform import promote
 
 
 class BatchNorm(nn.Module):
@@ -99,9 +100,10 @@ class BatchNorm(nn.Module):
             "feature_axes": self.axis,
             "mask": mask,
         }
-        x = x.astype(jnp.promote_types(x.dtype, dtype))
+        x = x.astype(promote(x.dtype, dtype))
         if use_running_average:
             return normalize(x, mean.value, var.value, **options).astype(dtype)
+        check_batch_stats((mean.value, var.value))
         starting = self.is_initializing()
         y, moments = normalize_batch(
             x,
@@ -131,7 +133,6 @@ def result_dtype(dtype: Any, *values: Array | None) -> Any:
     """Returns `dtype`, or else what the values promote to, by the rule of Flax."""
     if dtype is not None:
         return jnp.dtype(dtype)
-    dtypes = [value.dtype for value in values if value is not None]
-    dtype = functools.reduce(jnp.promote_types, dtypes)
+    dtype = promote(*(value.dtype for value in values if value is not None))
     inexact = jnp.issubdtype(dtype, jnp.inexact)
-    return dtype if inexact else jnp.promote_types(dtype, jnp.float32)
+    return dtype if inexact else promote(dtype, jnp.float32)

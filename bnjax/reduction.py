@@ -30,6 +30,12 @@ def make_reduction(
         groups = None
     else:
         groups = tuple(tuple(int(i) for i in group) for group in axis_index_groups)
+        if len({len(group) for group in groups}) != 1:
+            # JAX takes the size of the first one for that of all.
+            raise ValueError(
+                f"axis_index_groups={groups} must be groups of one size. For uneven "
+                "ones split the batch otherwise, or mask a part of it."
+            )
     return Reduction(axes, axis_name, groups)
 
 

@@ -89,9 +89,9 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
     Exact for any counts; a set without elements adds nothing, whatever its mean.
 
     >>> one = Moments(jnp.array([0.0]), jnp.array([0.0]), jnp.array([1.0]))
-    >>> two = Moments(jnp.array([3.0]), jnp.array([0.0]), jnp.array([2.0]))
+    >>> two = Moments(jnp.array([4.0]), jnp.array([0.0]), jnp.array([3.0]))
     >>> [float(value[0]) for value in merge_moments(one, two)]
-    [2.0, 2.0, 3.0]
+    [3.0, 3.0, 4.0]
     """
     count = a.count + b.count
     share = b.count / jnp.maximum(count, jnp.ones_like(count))
@@ -99,7 +99,8 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
     a_mean, a_var = (jnp.where(a.count > 0, v, zero(v)) for v in a[:2])
     b_mean, b_var = (jnp.where(b.count > 0, v, zero(v)) for v in b[:2])
     apart = jnp.where((a.count > 0) & (b.count > 0), b_mean - a_mean, zero(a_mean))
-    mean = jnp.where(a.count > 0, a_mean + share * apart, b_mean)
+    step = share.astype(apart.dtype) * apart
+    mean = jnp.where(a.count > 0, a_mean + step, b_mean)
     spread = share * (1 - share) * jnp.square(jnp.abs(apart))
     return Moments(mean, (1 - share) * a_var + share * b_var + spread, count)
 

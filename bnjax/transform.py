@@ -44,10 +44,16 @@ class Spec(NamedTuple):
     two_pass: bool = False  # never trust the shift
 
 
+def promote(*dtypes: Any) -> Any:
+    """Returns the dtype that holds all of them, also under strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return functools.reduce(jnp.promote_types, dtypes)
+
+
 def compute_dtype(dtype: Any) -> Any:
     """Returns the dtype of arithmetic on inputs of `dtype`: float32 or wider."""
     # bfloat16 keeps 8 significant bits, too few to add up a batch.
-    return jnp.promote_types(dtype, jnp.float32)
+    return promote(dtype, jnp.float32)
 
 
 def centre(
@@ -72,7 +78,9 @@ def centre(
         return _sums_about(x, shift + step, mask, spec.reduction)
     # Equal on all devices, as its inputs are: they agree on the branch, and the
     # all-reduce inside it is safe.
-    far = jnp.any(jnp.abs(first.residual) > FAR * jnp.sqrt(first.var + floor))
+    # A variance that overflowed is NaN, and far too.
+    near = jnp.abs(first.residual) <= FAR * jnp.sqrt(first.var + floor)
+    far = ~jnp.all(near)
     shift = shift + jnp.where(far, step, jnp.zeros_like(step))
     residual, var = lax.cond(
         far,
@@ -164,7 +172,8 @@ def _transform(
     # One running mean poisoned by a NaN must not spoil every batch that follows.
     shift = jnp.where(jnp.isfinite(shift), shift, jnp.zeros_like(shift))
     moments = centre(wide, lax.stop_gradient(shift), mask, spec, 0.01 * epsilon)
-    y = affine(wide, moments, scale * lax.rsqrt(moments.var + epsilon), bias)
+    multiplier = scale * lax.rsqrt(moments.var + epsilon).astype(scale.dtype)
+    y = affine(wide, moments, multiplier, bias)
     return keep_valid(y.astype(x.dtype), mask), moments
 
 
@@ -201,17 +210,17 @@ def _tangents(
     dtype = compute_dtype(x.dtype)
     t, scale_t, bias_t, epsilon_t = tangents
     t = keep_valid(t.astype(dtype), mask)
-    z = keep_valid(x.astype(dtype), mask) - moments.shift - moments.residual
-    z = keep_valid(z, mask)
+    z = keep_valid(x.astype(dtype) - moments.shift - moments.residual, mask)
     sums = [_sum(t, spec.reduction), _sum(_dot(z, t), spec.reduction)]
     total = all_reduce(jnp.stack([s.astype(dtype) for s in sums]), spec.reduction)
     mean_t, half_var_t = _divide(total, moments.count)
     half_var_t = half_var_t.real
     r = lax.rsqrt(moments.var + epsilon)
-    a = scale * r
+    a = scale * r.astype(dtype)
     # Grouped per channel first: then the transpose sums two arrays and not four.
     offset = bias_t - a * mean_t
-    slope = r * scale_t - a * (r * r * (half_var_t + 0.5 * epsilon_t)).astype(a.dtype)
+    slope = r.astype(dtype) * scale_t
+    slope = slope - a * (r * r * (half_var_t + 0.5 * epsilon_t)).astype(dtype)
     y_t = keep_valid((a * t + offset + z * slope).astype(x.dtype), mask)
     none = jnp.zeros_like
     return y_t, Centred(

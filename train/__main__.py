@@ -1,0 +1,176 @@
+"""The command line: parse, pick a config, call."""
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import tyro
+
+from train.config import RUNS, Config, RunError
+from train.data import DataError
+
+USAGE = """\
+usage: python -m train [options]            the main job: Figure 1, then two networks
+       python -m train fit RUN [options]    train a named run on every device
+       python -m train evaluate W           top-1 and top-5 error of the run in W
+       python -m train figure 1 [options]   one figure of the paper
+Each has --help."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Trains a named run on every device; goes on where its workdir stopped."""
+
+    config: Annotated[Config, tyro.conf.arg(name="")]
+    workdir: Path | None = None
+    """Where the run is kept; None: runs/RUN-DATASET."""
+    multi_process: bool = False
+    """One of several processes, which find one another through JAX's environment
+    variables or the cluster's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    """Prints top-1 and top-5 error of a run; every example counts exactly once."""
+
+    workdir: tyro.conf.Positional[Path]
+    """Of the run."""
+    checkpoint: Literal["latest", "best"] = "latest"
+    """The newest, or the one of best accuracy."""
+    data_dir: str | None = None
+    """Folder of TensorFlow Datasets; None: the run's."""
+    split: str | None = None
+    """Such as "test" or "train[:17]"; None: the data set's own for evaluation."""
+    batch_size: int | None = None
+    """Global; None: the run's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure1:
+    """Trains the networks of Section 4.1 on digits and draws the paper's Figure 1."""
+
+    dataset: Literal["mnist_subset", "mnist"] = "mnist_subset"
+    """The 8 000 digits that come with the program, or all 60 000."""
+    data_dir: str | None = None
+    """Folder of TensorFlow Datasets; None: its default."""
+    num_steps: int = 50_000
+    """Of each network."""
+    seed: int = 0
+    """Of parameters and order of examples."""
+    workdir: Path | None = None
+    """Takes figure1.png and metrics.jsonl; None: runs/figure1-DATASET."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """The main job: Figure 1, then inception and bn_x5 in small on the same digits."""
+
+    only: Literal["figure1", "networks"] | None = None
+    """One of the two parts."""
+    dataset: Literal["mnist_subset", "mnist"] = "mnist_subset"
+    """The 8 000 digits that come with the program, or all 60 000."""
+    data_dir: str | None = None
+    """Folder of TensorFlow Datasets; None: its default."""
+    num_steps: int = 50_000
+    """Of each network of Figure 1."""
+    network_steps: int = 300
+    """Of inception and bn_x5."""
+    seed: int = 0
+    """Of parameters and order of examples."""
+    workdir: Path | None = None
+    """Takes figure1.png and the records; None: runs/demo-DATASET."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return _run(argv)
+    except (RunError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    if jax.process_count() > 1:
+        # The shutdown barrier would wait 100 s for processes that may be gone.
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _run(argv: list[str]) -> int:
+    command = argv[0] if argv and not argv[0].startswith("-") else ""
+    rest = argv[1:] if command else argv
+    commands: dict[str, Any] = {
+        "": _demo,
+        "fit": _fit,
+        "evaluate": _evaluate,
+        "figure": _figure,
+    }
+    if command not in commands:
+        known = ", ".join(name for name in commands if name)
+        raise RunError(f"There is no command {command!r}. Commands: {known}.")
+    return commands[command](rest)
+
+
+def _demo(argv: list[str]) -> int:
+    options = tyro.cli(Demo, args=argv, prog="python -m train", description=USAGE)
+    from train.demo import run_demo
+
+    run_demo(**vars(options))
+    return 0
+
+
+def _fit(argv: list[str]) -> int:
+    defaults = {name: Fit(config) for name, config in RUNS.items()}
+    runs = tyro.extras.subcommand_type_from_defaults(defaults)
+    options = tyro.cli(runs, args=argv, prog="python -m train fit")
+    name = next(word for word in argv if word in RUNS)
+    if options.multi_process:
+        jax.distributed.initialize()
+    from train.loop import Interrupted, train
+
+    config = options.config
+    workdir = options.workdir or Path("runs") / f"{name}-{config.dataset}"
+    try:
+        result = train(config, workdir, name=name)
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        return 143
+    print(
+        f"{name} after {config.num_steps} steps: {_errors(result)}; kept in {workdir}"
+    )
+    return 0
+
+
+def _evaluate(argv: list[str]) -> int:
+    options = tyro.cli(Evaluate, args=argv, prog="python -m train evaluate")
+    from train.loop import evaluate
+
+    step, result = evaluate(**vars(options))
+    print(f"step {step}: {_errors(result)}")
+    return 0
+
+
+def _figure(argv: list[str]) -> int:
+    number, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if number != "1":
+        raise RunError(f"There is no figure {number!r}. Figures: 1.")
+    options = tyro.cli(Figure1, args=rest, prog="python -m train figure 1")
+    from train.figure1 import run_figure1
+
+    run_figure1(**vars(options))
+    return 0
+
+
+def _errors(result: dict[str, float]) -> str:
+    top1, top5 = (100 * (1 - result[name]) for name in ("accuracy", "accuracy_top5"))
+    return f"top-1 error {top1:.2f} %, top-5 error {top5:.2f} %, n = {result['count']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Figure 1 of the paper: digits, three layers of sigmoids, with and without BN."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from train.augment import standardize
+from train.config import RUNS, Config
+from train.data import DATASETS, epoch_order, load_arrays
+from train.plot import plot_figure1
+from train.record import make_progress
+from train.step import (
+    TrainState,
+    init_state,
+    make_model,
+    make_train_step,
+    metrics_of,
+)
+from train.workdir import FREE, METRICS, claim_workdir, read_records
+
+NETWORKS = {"without BN": "mnist_sigmoid", "with BN": "mnist_sigmoid_bn"}
+UNIT = 0  # of the last hidden layer: the sigmoid of panels (b) and (c)
+PERCENTILES = (15, 50, 85)
+REPORT_EVERY = 500  # steps, in one dispatch
+MILESTONES = (2_000, 10_000, 50_000)
+
+Record = dict[str, Any]
+
+
+def run_figure1(
+    *,
+    dataset: str,
+    data_dir: str | None,
+    num_steps: int,
+    seed: int,
+    workdir: Path | None = None,
+) -> list[Record]:
+    """Trains both networks, writes records and `figure1.png`, prints a comparison.
+
+    A finished figure in `workdir` is drawn again from its records.
+    """
+    workdir = workdir or Path("runs") / f"figure1-{dataset}"
+    configs = {
+        network: dataclasses.replace(
+            RUNS[run],
+            dataset=dataset,
+            data_dir=data_dir,
+            num_steps=num_steps,
+            seed=seed,
+        )
+        for network, run in NETWORKS.items()
+    }
+    claim_workdir(workdir, configs["with BN"], free=FREE - {"num_steps"})
+    records = read_records(workdir)
+    if len(records) < len(NETWORKS) * (1 + num_steps // REPORT_EVERY):
+        records = _train_networks(configs, workdir / METRICS)
+    path = workdir / "figure1.png"
+    plot_figure1(records, caption(configs["with BN"])).savefig(path)
+    print(compare(records))
+    print(f"drawn in {path}")
+    return records
+
+
+def caption(config: Config) -> str:
+    """Returns what a reader of the figure has to know."""
+    return (
+        f"{config.dataset}: 784-100-100-100-10 sigmoid network, SGD, batches of "
+        f"{config.batch_size}, learning rate {config.learning_rate}, seed "
+        f"{config.seed}. (b), (c): 15th, 50th and 85th percentile over the test "
+        f"digits of the input of sigmoid {UNIT + 1} of the last hidden layer."
+    )
+
+
+def compare(records: list[Record]) -> str:
+    """Returns a table of test accuracy at the milestones, and at the end."""
+    accuracy = {(r["network"], r["step"]): 100 * r["accuracy"] for r in records}
+    last = max(record["step"] for record in records)
+    steps = sorted({step for step in MILESTONES if step <= last} | {last})
+    lines = [f"test accuracy (%), {records[0]['count']} digits"]
+    lines.append("   steps" + "".join(f"{name:>13}" for name in NETWORKS))
+    for step in steps:
+        cells = (f"{accuracy[name, step]:13.2f}" for name in NETWORKS)
+        lines.append(f"{step:8d}" + "".join(cells))
+    return "\n".join(lines)
+
+
+def _train_networks(configs: dict[str, Config], path: Path) -> list[Record]:
+    """Returns the records of all networks; each is written as it comes."""
+    data = load_digits(next(iter(configs.values())))
+    records = []
+    with path.open("w") as lines, make_progress() as progress:
+        for network, config in configs.items():
+            task = progress.add_task(f"Figure 1, {network}", total=config.num_steps)
+            for record in train_network(config, data):
+                record = {**record, "network": network}
+                lines.write(json.dumps(record) + "\n")
+                records.append(record)
+                progress.update(task, completed=record["step"])
+    return records
+
+
+def load_digits(config: Config) -> dict[str, Array]:
+    """Returns images, labels, test_images and test_labels on one device."""
+    dataset = DATASETS[config.dataset]
+    arrays = {}
+    for prefix, split in (("", dataset.train_split), ("test_", dataset.eval_split)):
+        images, labels = load_arrays(
+            config.dataset, split=split, data_dir=config.data_dir
+        )
+        arrays[prefix + "images"] = jnp.asarray(images)
+        arrays[prefix + "labels"] = jnp.asarray(labels)
+    return arrays
+
+
+def train_network(config: Config, data: dict[str, Array]) -> Iterator[Record]:
+    """Yields a record before the first step and after each 500."""
+    state = init_state(config)
+    look = jax.jit(make_look(config))
+    block = jax.jit(make_block(config, REPORT_EVERY), donate_argnums=0)
+    yield _record(state, look(state, data), {})
+    for _ in range(config.num_steps // REPORT_EVERY):
+        state, loss = block(state, data)
+        yield _record(state, look(state, data), {"loss": float(loss)})
+
+
+def make_block(
+    config: Config, num_steps: int
+) -> Callable[[TrainState, dict[str, Array]], tuple[TrainState, Array]]:
+    """Returns `num_steps` training steps as one program, with their mean loss."""
+    train_step = make_train_step(config)
+    key = jax.random.key(config.seed)
+
+    def block(state: TrainState, data: dict[str, Array]) -> tuple[TrainState, Array]:
+        def step(state: TrainState, rows: Array) -> tuple[TrainState, Array]:
+            batch = {"image": data["images"][rows], "label": data["labels"][rows]}
+            state, metrics = train_step(state, batch)
+            return state, metrics["loss"] / config.batch_size
+
+        drawn = num_steps * config.batch_size
+        order = epoch_order(key, state.position, drawn, len(data["labels"]))
+        rows = order.reshape(num_steps, config.batch_size)
+        state, losses = lax.scan(step, state, rows)
+        return state, losses.mean()
+
+    return block
+
+
+def make_look(config: Config) -> Callable[..., tuple[dict[str, Array], Array]]:
+    """Returns the function that tests a state: sums, and percentiles of one unit."""
+    model = make_model(config)
+
+    def look(
+        state: TrainState, data: dict[str, Array]
+    ) -> tuple[dict[str, Array], Array]:
+        logits, seen = model.apply(
+            {"params": state.params, "batch_stats": state.batch_stats},
+            standardize(data["test_images"]),
+            train=False,
+            mutable=["intermediates"],
+        )
+        inputs = seen["intermediates"]["preactivation"][-1]
+        percentiles = jnp.percentile(
+            inputs[:, UNIT], jnp.asarray(PERCENTILES, jnp.float32)
+        )
+        sums = metrics_of(logits, {"label": data["test_labels"]})
+        return sums, percentiles
+
+    return look
+
+
+def _record(
+    state: TrainState, seen: tuple[dict[str, Array], Array], training: Record
+) -> Record:
+    sums, percentiles = jax.device_get(seen)
+    count = int(sums["count"])
+    return {
+        "step": int(state.step),
+        **training,
+        "accuracy": float(sums["correct"]) / count,
+        "count": count,
+        "percentiles": [float(value) for value in percentiles],
+    }

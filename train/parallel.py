@@ -1,0 +1,68 @@
+"""One program on every device: the mesh, and a step spread over it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from train.config import RunError
+
+AXIS = "batch"
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def make_mesh() -> Mesh:
+    """Returns a mesh of one axis over the devices of all processes."""
+    return Mesh(jax.devices(), (AXIS,))
+
+
+def sharded(mesh: Mesh) -> NamedSharding:
+    """Returns the layout of a batch: rows over the devices."""
+    return NamedSharding(mesh, P(AXIS))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Returns the layout of a state: the same on every device."""
+    return NamedSharding(mesh, P())
+
+
+def check_batch_size(batch_size: int, mesh: Mesh) -> None:
+    """Raises unless every device gets the same number of rows."""
+    if batch_size % mesh.size:
+        raise RunError(
+            f"batch_size={batch_size} is the global batch and does not divide over "
+            f"{mesh.size} devices. Choose a multiple of {mesh.size}."
+        )
+
+
+def parallelize(step: Step, mesh: Mesh, how: str) -> Step:
+    """Returns `(state, batch) -> (state, metrics)` over the whole mesh.
+
+    Args:
+      step: Of one device, over its own rows. Its results are the same on all.
+      mesh: Of one axis, AXIS.
+      how: "shard_map", or "pmap" for one process.
+
+    Returns:
+      A compiled function of a replicated state, which it may overwrite, and a batch
+      laid out as `sharded(mesh)`.
+    """
+    if how == "shard_map":
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P())
+        return jax.jit(mapped, donate_argnums=0)
+    if jax.process_count() > 1:
+        raise RunError(
+            "parallel='pmap' serves one process. Over several, use 'shard_map'."
+        )
+    mapped = jax.pmap(
+        step, AXIS, in_axes=(None, 0), out_axes=None, devices=list(mesh.devices)
+    )
+
+    def split_rows(state: Any, batch: Any) -> tuple[Any, Any]:
+        rows = jax.tree.map(lambda a: a.reshape(mesh.size, -1, *a.shape[1:]), batch)
+        return mapped(state, rows)
+
+    return split_rows

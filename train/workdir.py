@@ -1,0 +1,169 @@
+"""What a run leaves on disk: its config, checkpoints and records."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Sharding
+
+from train.config import Config, RunError, from_dict
+from train.step import TrainState, init_state
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+
+# What may differ when a run goes on: no value of it depends on these.
+FREE = frozenset(
+    {
+        "num_steps",
+        "log_every",
+        "eval_every",
+        "checkpoint_every",
+        "keep",
+        "parallel",
+        "data_dir",
+        "num_workers",
+    }
+)
+
+
+def claim_workdir(
+    workdir: Path, config: Config, *, free: frozenset[str] = FREE
+) -> None:
+    """Makes `workdir` this run's, or raises when it is another's.
+
+    Args:
+      workdir: May be absent, empty, or of a run whose config is the same.
+      config: The run.
+      free: Fields that may differ.
+    """
+    if (workdir / CONFIG).exists():
+        _check_same_run(workdir, read_config(workdir), config, free)
+    elif workdir.exists() and any(workdir.iterdir()):
+        raise RunError(
+            f"{workdir} is not empty and holds no run ({CONFIG} is missing). Choose "
+            "another --workdir."
+        )
+    if jax.process_index() == 0:
+        workdir.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(dataclasses.asdict(config), indent=2)
+        _replace(workdir / CONFIG, text + "\n")
+
+
+def read_config(workdir: Path) -> Config:
+    """Returns the config of the run in `workdir`."""
+    path = workdir / CONFIG
+    if not path.exists():
+        raise RunError(f"{workdir} holds no run ({CONFIG} is missing).")
+    return from_dict(json.loads(path.read_text()))
+
+
+def _check_same_run(
+    workdir: Path, old: Config, new: Config, free: frozenset[str]
+) -> None:
+    before, now = dataclasses.asdict(old), dataclasses.asdict(new)
+    changed = [
+        f"{name}={before[name]!r} there and {now[name]!r} here"
+        for name in before
+        if name not in free and before[name] != now[name]
+    ]
+    if changed:
+        raise RunError(
+            f"{workdir} holds another run: {'; '.join(changed)}. Choose another "
+            "--workdir, or the same values to go on with that run."
+        )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def read_records(workdir: Path) -> list[dict[str, Any]]:
+    """Returns the lines of `metrics.jsonl`, oldest first."""
+    path = workdir / METRICS
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if _is_whole(line)]
+
+
+def rewind_records(workdir: Path, step: int) -> None:
+    """Drops the records after `step`: the run makes them again from there."""
+    kept = [record for record in read_records(workdir) if record["step"] <= step]
+    _replace(workdir / METRICS, "".join(json.dumps(r) + "\n" for r in kept))
+
+
+def _is_whole(line: str) -> bool:
+    """Returns False for a line that a killed process left unfinished."""
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+class Checkpoints:
+    """The saved states of a run, written in the background."""
+
+    def __init__(self, workdir: Path, keep: int = 1) -> None:
+        """Opens the checkpoints of a run; `keep` newest stay, and the best one."""
+        policies = ocp.checkpoint_managers
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(
+                [
+                    policies.LatestN(keep),
+                    policies.BestN(
+                        get_metric_fn=lambda metrics: metrics["accuracy"],
+                        n=1,
+                        keep_checkpoints_without_metrics=False,
+                    ),
+                ]
+            )
+        )
+        self._manager = ocp.CheckpointManager(
+            (workdir / CHECKPOINTS).absolute(), options=options
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits until everything is on disk."""
+        self._manager.close()
+
+    def latest_step(self) -> int | None:
+        """Returns the newest step, or None before the first checkpoint."""
+        return self._manager.latest_step()
+
+    def best_step(self) -> int | None:
+        """Returns the step of best accuracy, or the newest where none was evaluated."""
+        infos = [
+            (step, self._manager.metrics(step)) for step in self._manager.all_steps()
+        ]
+        scored = [(m["accuracy"], step) for step, m in infos if m]
+        return max(scored)[1] if scored else self.latest_step()
+
+    def save(self, state: TrainState, accuracy: float | None) -> None:
+        """Saves in the background; returns when `state` may be overwritten."""
+        self._manager.save(
+            int(state.step),
+            args=ocp.args.StandardSave(state),
+            metrics=None if accuracy is None else {"accuracy": accuracy},
+        )
+
+    def restore(self, config: Config, step: int, sharding: Sharding) -> TrainState:
+        """Returns the state at `step`, laid out anew on the devices of `sharding`."""
+        wanted = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=sharding
+            ),
+            jax.eval_shape(lambda: init_state(config)),
+        )
+        restored = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
+        return TrainState(*restored)
