@@ -100,19 +100,23 @@ def _sums_about(
     if count is None:
         local = lax.expand_dims(local_count(x.shape, mask, reduction), reduction.axes)
         sums.append(local)
-    total = all_reduce(jnp.stack([s.astype(z.dtype) for s in sums]), reduction)
-    real = sums[1].dtype
-    m = jnp.full((), count, real) if count is not None else total[2].real.astype(real)
-    # A count of 0 has sums of 0: the moments of nothing are 0, not NaN.
-    residual, square = _divide(total[:2], m)
-    var = square.real - abs_square(residual)
-    return Centred(shift, residual, jnp.maximum(var, jnp.zeros((), real)), m)
+    residual, square, *counts = _reduce(sums, z.dtype, reduction)
+    m = jnp.full((), count, square.real.dtype) if not counts else counts[0].real
+    residual, square = _divide(residual, m), _divide(square.real, m)
+    var = square - abs_square(residual)
+    return Centred(shift, residual, jnp.maximum(var, jnp.zeros((), var.dtype)), m)
 
 
-def _divide(totals: Array, count: Array) -> list[Array]:
-    """Returns each total over the count, or as it is where the count is 0."""
-    count = jnp.maximum(count, jnp.ones_like(count)).astype(totals.dtype)
-    return [total / count for total in totals]
+def _reduce(sums: list[Array], dtype: Any, reduction: Reduction) -> list[Array]:
+    """Returns each sum over all devices, by one all-reduce."""
+    total = all_reduce(jnp.stack([s.astype(dtype) for s in sums]), reduction)
+    # Split, not indexed: the transpose then concatenates, and does not pad and add.
+    return [part.squeeze(0) for part in lax.split(total, (1,) * len(sums))]
+
+
+def _divide(total: Array, count: Array) -> Array:
+    """Returns the mean; 0, not NaN, where nothing counts and the total is 0."""
+    return total / jnp.maximum(count, jnp.ones_like(count)).astype(total.dtype)
 
 
 def _sum(values: Array, reduction: Reduction) -> Array:
@@ -212,9 +216,9 @@ def _tangents(
     t = keep_valid(t.astype(dtype), mask)
     z = keep_valid(x.astype(dtype) - moments.shift - moments.residual, mask)
     sums = [_sum(t, spec.reduction), _sum(_dot(z, t), spec.reduction)]
-    total = all_reduce(jnp.stack([s.astype(dtype) for s in sums]), spec.reduction)
-    mean_t, half_var_t = _divide(total, moments.count)
-    half_var_t = half_var_t.real
+    mean_t, half_var_t = _reduce(sums, dtype, spec.reduction)
+    mean_t = _divide(mean_t, moments.count)
+    half_var_t = _divide(half_var_t.real, moments.count)
     r = lax.rsqrt(moments.var + epsilon)
     a = scale * r.astype(dtype)
     # Grouped per channel first: then the transpose sums two arrays and not four.
