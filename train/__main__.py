@@ -1,6 +1,8 @@
 """The command line: parse, pick a config, call."""
 
+import contextlib
 import dataclasses
+import io
 import os
 import sys
 from pathlib import Path
@@ -117,8 +119,27 @@ def _run(argv: list[str]) -> int:
     return commands[command](rest)
 
 
+def _parse(kind: Any, argv: list[str], prog: str, **options: Any) -> Any:
+    """Returns the options in `argv`; the parser's message is one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=argv, prog=prog, **options)
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        # The message is the first part of a box.
+        lines = [line.strip("│ ") for line in said.getvalue().splitlines()[1:]]
+        rule = next((n for n, line in enumerate(lines) if line[:1] in "─╰"), None)
+        message = " ".join(lines[:rule]).rstrip(".")
+        if "Unrecognized" in message and prog.endswith("fit"):
+            fields = ", ".join(field.name for field in dataclasses.fields(Config))
+            message += f". Fields of a run: {fields}"
+        raise RunError(f"{message}. See {prog} --help.") from None
+
+
 def _demo(argv: list[str]) -> int:
-    options = tyro.cli(Demo, args=argv, prog="python -m train", description=USAGE)
+    options = _parse(Demo, argv, "python -m train", description=USAGE)
     from train.demo import run_demo
 
     run_demo(**vars(options))
@@ -126,10 +147,12 @@ def _demo(argv: list[str]) -> int:
 
 
 def _fit(argv: list[str]) -> int:
+    name = argv[0] if argv else ""
+    if name not in RUNS and "--help" not in argv:
+        raise RunError(f"There is no run {name!r}. Runs: {', '.join(RUNS)}.")
     defaults = {name: Fit(config) for name, config in RUNS.items()}
     runs = tyro.extras.subcommand_type_from_defaults(defaults)
-    options = tyro.cli(runs, args=argv, prog="python -m train fit")
-    name = next(word for word in argv if word in RUNS)
+    options = _parse(runs, argv, "python -m train fit")
     if options.multi_process:
         jax.distributed.initialize()
     from train.loop import Interrupted, train
@@ -148,7 +171,7 @@ def _fit(argv: list[str]) -> int:
 
 
 def _evaluate(argv: list[str]) -> int:
-    options = tyro.cli(Evaluate, args=argv, prog="python -m train evaluate")
+    options = _parse(Evaluate, argv, "python -m train evaluate")
     from train.loop import evaluate
 
     step, result = evaluate(**vars(options))
@@ -160,7 +183,7 @@ def _figure(argv: list[str]) -> int:
     number, rest = (argv[0], argv[1:]) if argv else ("", [])
     if number != "1":
         raise RunError(f"There is no figure {number!r}. Figures: 1.")
-    options = tyro.cli(Figure1, args=rest, prog="python -m train figure 1")
+    options = _parse(Figure1, rest, "python -m train figure 1")
     from train.figure1 import run_figure1
 
     run_figure1(**vars(options))

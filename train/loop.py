@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from train.config import Config, RunError
-from train.data import eval_batches, train_batches
+from train.data import eval_batches, get_dataset, open_split, train_batches
 from train.parallel import (
     AXIS,
     check_batch_size,
@@ -64,6 +64,10 @@ def train(config: Config, workdir: Path, *, name: str = "train") -> Metrics:
     """
     mesh = make_mesh()
     check_batch_size(config.batch_size, mesh)
+    # First of all: a run without data shall leave no workdir behind.
+    dataset = get_dataset(config.dataset)
+    for split in (dataset.train_split, dataset.eval_split):
+        open_split(dataset.name, split=split, data_dir=config.data_dir)
     claim_workdir(workdir, config)
     with Checkpoints(workdir, config.keep) as checkpoints, StopSignal() as stop:
         state = _first_state(config, checkpoints, mesh)
