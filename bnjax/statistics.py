@@ -19,7 +19,8 @@ class Moments(NamedTuple):
 
     mean: Inexact[Array, "*features"]  # μ
     var: Float[Array, "*features"]  # σ², biased: the divisor is count
-    count: Float[Array, "*features"]  # m, over all devices
+    # m, over all devices; the name hides an idle method of tuple
+    count: Float[Array, "*features"]  # type: ignore[assignment]
 
 
 class BatchStats(NamedTuple):

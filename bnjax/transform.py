@@ -34,7 +34,8 @@ class Centred(NamedTuple):
     shift: Inexact[Array, "..."]  # kept; the same on all devices
     residual: Inexact[Array, "..."]  # kept
     var: Float[Array, "..."]  # kept; σ², biased
-    count: Float[Array, "..."]  # kept or scalar; m over all devices
+    # kept or scalar; m over all devices; the name hides an idle method of tuple
+    count: Float[Array, "..."]  # type: ignore[assignment]
 
 
 class Spec(NamedTuple):
@@ -101,7 +102,7 @@ def _sums_about(
         local = lax.expand_dims(local_count(x.shape, mask, reduction), reduction.axes)
         sums.append(local)
     residual, square, *counts = _reduce(sums, z.dtype, reduction)
-    m = jnp.full((), count, square.real.dtype) if not counts else counts[0].real
+    m = counts[0].real if count is None else jnp.full((), count, square.real.dtype)
     residual, square = _divide(residual, m), _divide(square.real, m)
     var = square - abs_square(residual)
     return Centred(shift, residual, jnp.maximum(var, jnp.zeros((), var.dtype)), m)

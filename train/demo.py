@@ -1,6 +1,7 @@
 """The main job: Figure 1, then two networks in small over every device."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import jax
@@ -45,8 +46,10 @@ def run_demo(
 
 def simulate_devices() -> None:
     """Splits a lone CPU into four devices; call it before JAX is first used."""
-    only_cpu = (jax.config.jax_platforms or "").strip(",") in ("cpu", "")
-    if only_cpu and jax.config.jax_num_cpu_devices < 0:
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    if jax.config.values["jax_num_cpu_devices"] < 0:
+        # Says nothing about other backends: with a GPU or TPU its devices are used.
         jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
 
 

@@ -164,7 +164,8 @@ def make_look(config: Config) -> Callable[..., tuple[dict[str, Array], Array]]:
             train=False,
             mutable=["intermediates"],
         )
-        inputs = seen["intermediates"]["preactivation"][-1]
+        sown: Any = seen["intermediates"]
+        inputs = sown["preactivation"][-1]
         percentiles = jnp.percentile(
             inputs[:, UNIT], jnp.asarray(PERCENTILES, jnp.float32)
         )

@@ -165,5 +165,7 @@ class Checkpoints:
             ),
             jax.eval_shape(lambda: init_state(config)),
         )
-        restored = self._manager.restore(step, args=ocp.args.StandardRestore(wanted))
+        restored: Any = self._manager.restore(
+            step, args=ocp.args.StandardRestore(wanted)
+        )
         return TrainState(*restored)

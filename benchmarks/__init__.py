@@ -1,0 +1,1 @@
+"""Comparisons, one a file, one command each."""
