@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 READY = $(VENV)/.ready
 
-.PHONY: demo test slow check benchmark lock
+.PHONY: demo test slow check docs benchmark lock
 
 demo: $(READY)  ## Figure 1, then two networks over every device
 	$(VENV)/bin/python -m train
@@ -19,12 +19,15 @@ check: $(READY)  ## format, lint, types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
+docs: $(READY)  ## build/docs/index.html
+	$(VENV)/bin/sphinx-build -W -q -b html docs build/docs
+
 benchmark: $(READY)  ## the table of README.md, beside PyTorch
 	$(VENV)/bin/pip install --quiet torch==2.13.0
 	$(VENV)/bin/python -m benchmarks main_job --write
 
 lock:  ## requirements.txt anew, with the newest versions; needs uv
-	uv pip compile pyproject.toml --extra test --universal --python-version 3.11 \
+	uv pip compile pyproject.toml --extra test --extra docs --universal --python-version 3.11 \
 	    --generate-hashes --no-emit-index-url --no-header --upgrade -o requirements.txt
 
 $(READY): requirements.txt pyproject.toml

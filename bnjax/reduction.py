@@ -97,12 +97,15 @@ def local_count(
     """Returns the elements per feature on this device: int without a mask."""
     if mask is None:
         return math.prod(shape[axis] for axis in reduction.axes)
-    # In integers, and over the mask's own elements: a float32 sum of ones stops at
-    # 2²⁴, and a broadcast mask would be read as if it were as large as x.
-    count = mask.sum(reduction.axes, dtype=jnp.int32)
+    # Over the mask's own elements: a broadcast one would be read as if it were as large
+    # as x. A float32 sum of ones stops at 2²⁴, so integers first; floats over the first
+    # axis, the one that sharded arrays split, to travel with the other sums.
+    outer, inner = reduction.axes[:1], reduction.axes[1:]
+    count = mask.sum(inner, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
+    count = count.sum(outer, keepdims=True).squeeze(reduction.axes)
     repeats = [shape[axis] // max(mask.shape[axis], 1) for axis in reduction.axes]
     features = feature_shape(shape, reduction)
-    count = count.astype(jnp.float32) * math.prod(repeats)
+    count = count * math.prod(repeats)
     return jnp.broadcast_to(count, features) if count.shape != features else count
 
 

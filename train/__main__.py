@@ -30,8 +30,8 @@ class Fit:
     workdir: Path | None = None
     """Where the run is kept; None: runs/RUN-DATASET."""
     multi_process: bool = False
-    """One of several processes, which find one another through JAX's environment
-    variables or the cluster's."""
+    """One of several processes, which find one another through the cluster (Slurm, MPI,
+    Cloud TPU) or through JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 130
-    if jax.process_count() > 1:
+    if jax.distributed.is_initialized():
         # The shutdown barrier would wait 100 s for processes that may be gone.
         sys.stderr.flush()
         os._exit(status)
@@ -154,7 +154,7 @@ def _fit(argv: list[str]) -> int:
     runs = tyro.extras.subcommand_type_from_defaults(defaults)
     options = _parse(runs, argv, "python -m train fit")
     if options.multi_process:
-        jax.distributed.initialize()
+        _join_processes()
     from train.loop import Interrupted, train
 
     config = options.config
@@ -168,6 +168,22 @@ def _fit(argv: list[str]) -> int:
         f"{name} after {config.num_steps} steps: {_errors(result)}; kept in {workdir}"
     )
     return 0
+
+
+def _join_processes() -> None:
+    """Makes this process one of several; JAX itself reads but the address."""
+    try:
+        numbers = {
+            name: int(os.environ[f"JAX_{name.upper()}"])
+            for name in ("num_processes", "process_id")
+            if f"JAX_{name.upper()}" in os.environ
+        }
+        jax.distributed.initialize(**numbers)
+    except ValueError as error:
+        raise RunError(
+            f"--multi-process: {error} Outside a cluster set JAX_COORDINATOR_ADDRESS "
+            "(host:port), JAX_NUM_PROCESSES and JAX_PROCESS_ID."
+        ) from error
 
 
 def _evaluate(argv: list[str]) -> int:

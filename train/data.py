@@ -21,6 +21,7 @@ from train import stream
 from train.sources import DATASETS as DATASETS
 from train.sources import DataError as DataError
 from train.sources import Dataset as Dataset
+from train.sources import check_data as check_data
 from train.sources import get_dataset, open_split
 from train.sources import load_arrays as load_arrays
 from train.stream import Batch

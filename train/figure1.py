@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from train.augment import standardize
-from train.config import RUNS, Config
-from train.data import DATASETS, epoch_order, load_arrays
+from train.config import RUNS, Config, RunError
+from train.data import DATASETS, check_data, epoch_order, load_arrays
 from train.plot import plot_figure1
 from train.record import make_progress
 from train.step import (
@@ -25,6 +25,7 @@ from train.step import (
 from train.workdir import FREE, METRICS, claim_workdir, read_records
 
 NETWORKS = {"without BN": "mnist_sigmoid", "with BN": "mnist_sigmoid_bn"}
+CONFIG = "figure1.json"
 UNIT = 0  # of the last hidden layer: the sigmoid of panels (b) and (c)
 PERCENTILES = (15, 50, 85)
 REPORT_EVERY = 500  # steps, in one dispatch
@@ -56,9 +57,15 @@ def run_figure1(
         )
         for network, run in NETWORKS.items()
     }
-    claim_workdir(workdir, configs["with BN"], free=FREE - {"num_steps"})
+    if num_steps % REPORT_EVERY:
+        raise RunError(f"num_steps={num_steps} must be a multiple of {REPORT_EVERY}.")
     records = read_records(workdir)
-    if len(records) < len(NETWORKS) * (1 + num_steps // REPORT_EVERY):
+    finished = len(records) == len(NETWORKS) * (1 + num_steps // REPORT_EVERY)
+    if not finished:
+        check_data(dataset, data_dir)
+    free = FREE - {"num_steps"}
+    claim_workdir(workdir, configs["with BN"], free=free, file=CONFIG)
+    if not finished:
         records = _train_networks(configs, workdir / METRICS)
     path = workdir / "figure1.png"
     plot_figure1(records, caption(configs["with BN"])).savefig(path)

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from train.config import Config, RunError
-from train.data import eval_batches, get_dataset, open_split, train_batches
+from train.data import check_data, eval_batches, train_batches
 from train.parallel import (
     AXIS,
     check_batch_size,
@@ -65,9 +65,7 @@ def train(config: Config, workdir: Path, *, name: str = "train") -> Metrics:
     mesh = make_mesh()
     check_batch_size(config.batch_size, mesh)
     # First of all: a run without data shall leave no workdir behind.
-    dataset = get_dataset(config.dataset)
-    for split in (dataset.train_split, dataset.eval_split):
-        open_split(dataset.name, split=split, data_dir=config.data_dir)
+    check_data(config.dataset, config.data_dir)
     claim_workdir(workdir, config)
     with Checkpoints(workdir, config.keep) as checkpoints, StopSignal() as stop:
         state = _first_state(config, checkpoints, mesh)
@@ -291,6 +289,8 @@ def evaluate(
     batch_size: int | None = None,
 ) -> tuple[int, Metrics]:
     """Returns the step of a saved state and its evaluation on `split`."""
+    if batch_size is not None and batch_size < 1:
+        raise RunError(f"batch_size={batch_size} must be more than 0.")
     config = read_config(workdir)
     if data_dir is not None:
         config = dataclasses.replace(config, data_dir=data_dir)

@@ -11,9 +11,12 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from train.workdir import METRICS
 
@@ -28,7 +31,10 @@ class Recorder:
         self._board: tensorboardX.SummaryWriter | None = None
         if self._writes:
             self._lines = (workdir / METRICS).open("a")
-            self._board = tensorboardX.SummaryWriter(str(workdir / "tensorboard"))
+            # What a killed run had written after its checkpoint comes again.
+            self._board = tensorboardX.SummaryWriter(
+                str(workdir / "tensorboard"), purge_step=done + 1
+            )
         self._progress = make_progress(disable=not self._writes)
         self._task = self._progress.add_task(name, total=total, completed=done)
 
@@ -61,7 +67,19 @@ class Recorder:
     def say(self, text: str) -> None:
         """Prints a line above the bar."""
         if self._writes:
-            self._progress.console.print(text, highlight=False, soft_wrap=True)
+            # A workdir may be called "[a]", which is markup to rich.
+            self._progress.console.print(
+                text, highlight=False, markup=False, emoji=False, soft_wrap=True
+            )
+
+
+class RateColumn(ProgressColumn):
+    """Steps per second, once there are two reports to tell it from."""
+
+    def render(self, task: Task) -> Text:
+        """Returns the rate of a task."""
+        speed = task.finished_speed or task.speed
+        return Text("" if speed is None else f"{speed:.1f} steps/s", justify="right")
 
 
 def make_progress(*, disable: bool = False) -> Progress:
@@ -71,7 +89,7 @@ def make_progress(*, disable: bool = False) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.speed:.1f} steps/s", justify="right"),
+        RateColumn(),
         TimeRemainingColumn(),
         console=console,
         disable=disable or not console.is_terminal,

@@ -83,6 +83,13 @@ def open_split(
         ) from error
 
 
+def check_data(name: str, data_dir: str | os.PathLike | None) -> None:
+    """Raises a DataError unless both splits that a run reads are there."""
+    dataset = get_dataset(name)
+    for split in (dataset.train_split, dataset.eval_split):
+        open_split(name, split=split, data_dir=data_dir)
+
+
 def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.DatasetBuilder:
     """Returns TFDS's reader, having made sure that there is something to read."""
     if name == "mnist_subset":

@@ -174,7 +174,7 @@ def train_step(
             rngs={"dropout": keys[1]},
         )
         sums = metrics_of(logits, batch)
-        # A batch may have no valid example left; then nothing moves.
+        # A batch may have no valid example left; then its gradient is 0.
         count = jnp.maximum(total(sums["count"]), 1)
         loss = sums["loss"] / count.astype(jnp.float32)
         batch_stats = updates.get("batch_stats", {})
@@ -193,7 +193,7 @@ def train_step(
         opt_state,
         state.position + total(local),
     )
-    return new, {**metrics, "grad_norm": optax.global_norm(gradients)}
+    return new, {**metrics, "grad_norm": optax.tree.norm(gradients)}
 
 
 def eval_step(state: TrainState, batch: Batch, *, model: nn.Module) -> dict[str, Array]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from train.config import Config, RunError, from_dict
@@ -32,7 +33,11 @@ FREE = frozenset(
 
 
 def claim_workdir(
-    workdir: Path, config: Config, *, free: frozenset[str] = FREE
+    workdir: Path,
+    config: Config,
+    *,
+    free: frozenset[str] = FREE,
+    file: str = CONFIG,
 ) -> None:
     """Makes `workdir` this run's, or raises when it is another's.
 
@@ -40,25 +45,30 @@ def claim_workdir(
       workdir: May be absent, empty, or of a run whose config is the same.
       config: The run.
       free: Fields that may differ.
+      file: Takes the config; its name says which command the folder is of.
     """
-    if (workdir / CONFIG).exists():
-        _check_same_run(workdir, read_config(workdir), config, free)
+    if workdir.exists() and not workdir.is_dir():
+        raise RunError(f"{workdir} is not a folder. Choose another --workdir.")
+    if (workdir / file).exists():
+        _check_same_run(workdir, read_config(workdir, file), config, free)
     elif workdir.exists() and any(workdir.iterdir()):
         raise RunError(
-            f"{workdir} is not empty and holds no run ({CONFIG} is missing). Choose "
-            "another --workdir."
+            f"{workdir} is not empty and holds no such run ({file} is missing). "
+            "Choose another --workdir."
         )
+    # Every process looks before the first one writes.
+    multihost_utils.sync_global_devices("claim_workdir")
     if jax.process_index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(dataclasses.asdict(config), indent=2)
-        _replace(workdir / CONFIG, text + "\n")
+        _replace(workdir / file, text + "\n")
 
 
-def read_config(workdir: Path) -> Config:
+def read_config(workdir: Path, file: str = CONFIG) -> Config:
     """Returns the config of the run in `workdir`."""
-    path = workdir / CONFIG
+    path = workdir / file
     if not path.exists():
-        raise RunError(f"{workdir} holds no run ({CONFIG} is missing).")
+        raise RunError(f"{workdir} holds no run ({file} is missing).")
     return from_dict(json.loads(path.read_text()))
 
 
@@ -107,6 +117,12 @@ def _is_whole(line: str) -> bool:
     return True
 
 
+def _score(metrics: Any) -> float:
+    """Returns what makes a checkpoint the best; less than any where unevaluated."""
+    accuracy = metrics["accuracy"]
+    return -1.0 if accuracy is None else accuracy
+
+
 class Checkpoints:
     """The saved states of a run, written in the background."""
 
@@ -117,13 +133,10 @@ class Checkpoints:
             preservation_policy=policies.AnyPreservationPolicy(
                 [
                     policies.LatestN(keep),
-                    policies.BestN(
-                        get_metric_fn=lambda metrics: metrics["accuracy"],
-                        n=1,
-                        keep_checkpoints_without_metrics=False,
-                    ),
+                    policies.BestN(get_metric_fn=_score, n=1),
                 ]
-            )
+            ),
+            best_fn=_score,  # Without it Orbax does not save the metrics.
         )
         self._manager = ocp.CheckpointManager(
             (workdir / CHECKPOINTS).absolute(), options=options
@@ -143,18 +156,16 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """Returns the step of best accuracy, or the newest where none was evaluated."""
-        infos = [
-            (step, self._manager.metrics(step)) for step in self._manager.all_steps()
-        ]
-        scored = [(m["accuracy"], step) for step, m in infos if m]
-        return max(scored)[1] if scored else self.latest_step()
+        steps = self._manager.all_steps()
+        scored = [(_score(self._manager.metrics(step)), step) for step in steps]
+        return max(scored)[1] if scored else None
 
     def save(self, state: TrainState, accuracy: float | None) -> None:
         """Saves in the background; returns when `state` may be overwritten."""
         self._manager.save(
             int(state.step),
             args=ocp.args.StandardSave(state),
-            metrics=None if accuracy is None else {"accuracy": accuracy},
+            metrics={"accuracy": accuracy},
         )
 
     def restore(self, config: Config, step: int, sharding: Sharding) -> TrainState:
