@@ -214,14 +214,7 @@ def test_the_backward_pass_sums_once(masked, check_vma):
     assert all_reduces(mapped, *arguments(masked)) == (2, 1)
 
 
-ONE_MORE = pytest.mark.xfail(
-    strict=True, reason="the int32 count is not summed together with the float32 sums"
-)
-
-
-@pytest.mark.parametrize(
-    "masked", [False, pytest.param(True, marks=ONE_MORE)], ids=["all", "masked"]
-)
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_sharded_jit_sums_as_often(masked):
     args = jax.device_put(arguments(masked), NamedSharding(mesh(), P("i")))
     assert all_reduces(functools.partial(dx, axis_name=None), *args) == (2, 1)
