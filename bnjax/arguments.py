@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Inexact
 
 from bnjax.reduction import Reduction, feature_shape, keep_valid
@@ -30,6 +31,15 @@ def check_batch_stats(batch_stats: Any) -> None:
                 "average stalls. Keep batch_stats in float32, also beside parameters "
                 "in half precision."
             )
+
+
+def check_momentum(momentum: Any) -> None:
+    """Raises when a momentum that is known while tracing lies outside [0, 1]."""
+    if not isinstance(momentum, Tracer) and not 0 <= float(momentum) <= 1:
+        raise ValueError(
+            f"momentum={momentum} is the weight of the old running value and must lie "
+            "in [0, 1]. PyTorch's momentum is one minus this."
+        )
 
 
 def per_feature(

@@ -14,6 +14,7 @@ from bnjax.arguments import (
     affine_parameter,
     check_batch_stats,
     check_inexact,
+    check_momentum,
     per_feature,
 )
 from bnjax.reduction import (
@@ -124,6 +125,7 @@ def batch_norm(
     ([[-1.0], [1.0]], [0.5], [1.25])
     """
     check_batch_stats(batch_stats)
+    check_momentum(momentum)
     options: dict[str, Any] = {
         "scale": scale,
         "bias": bias,

@@ -7,7 +7,7 @@ from flax import linen as nn
 from jax import Array
 from jax.nn import initializers
 
-from bnjax.arguments import check_batch_stats
+from bnjax.arguments import check_batch_stats, check_momentum
 from bnjax.functional import normalize, normalize_batch
 from bnjax.reduction import canonical_axes
 from bnjax.statistics import BatchStats, update_batch_stats
@@ -83,6 +83,7 @@ class BatchNorm(nn.Module):
         Returns:
           The shape of `x`, in `dtype`; 0 where masked out.
         """
+        check_momentum(self.momentum)
         if use_running_average is None:
             use_running_average = nn.merge_param(
                 "use_running_average", self.use_running_average, None

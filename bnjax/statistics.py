@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from bnjax.arguments import Scalar, check_inexact
+from bnjax.arguments import Scalar, check_inexact, check_momentum
 from bnjax.reduction import Reduction, align_mask, keep_valid, make_reduction
 from bnjax.transform import Centred, Spec, centre, compute_dtype
 
@@ -123,17 +123,14 @@ def update_batch_stats(
         of Algorithm 2, step 10. False: var, as Flax does.
 
     Returns:
-      Values of the dtype of `batch_stats`. A feature with nothing to count keeps its
+      Values of the dtype of `batch_stats`; the mean of complex input is complex. A
+      feature with nothing to count keeps its
       values bit for bit, one with a single element its variance.
 
     Raises:
       ValueError: `momentum` is a number outside [0, 1].
     """
-    if isinstance(momentum, int | float) and not 0 <= momentum <= 1:
-        raise ValueError(
-            f"momentum={momentum} is the weight of the old running value and must lie "
-            "in [0, 1]. PyTorch's momentum is one minus this."
-        )
+    check_momentum(momentum)
     mean, var, count = moments
     if unbiased:
         var = var * (count / jnp.maximum(count - 1, jnp.ones_like(count)))

@@ -77,8 +77,8 @@ def centre(
     step = lax.stop_gradient(first.residual)
     if spec.two_pass:
         return _sums_about(x, shift + step, mask, spec.reduction)
-    # Equal on all devices, as its inputs are: they agree on the branch, and the
-    # all-reduce inside it is safe.
+    # Equal on all devices that sum together, as its inputs are: they agree on the
+    # branch, and the all-reduce inside it is safe.
     # A variance that overflowed is NaN, and far too.
     near = jnp.abs(first.residual) <= FAR * jnp.sqrt(first.var + floor)
     far = ~jnp.all(near)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ usage: python -m train [options]            the main job: Figure 1, then two net
        python -m train evaluate W           top-1 and top-5 error of the run in W
        python -m train figure 1 [options]   one figure of the paper
 Each has --help."""
+
+HELP = {"-h", "--help"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +131,11 @@ def _parse(kind: Any, argv: list[str], prog: str, **options: Any) -> Any:
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
-        # The message is the first part of a box.
+        # A box in Unicode or ASCII: title, message, rule, and where to find help.
         lines = [line.strip("│ ") for line in said.getvalue().splitlines()[1:]]
-        rule = next((n for n, line in enumerate(lines) if line[:1] in "─╰"), None)
-        message = " ".join(lines[:rule]).rstrip(".")
+        parts = itertools.groupby(lines, lambda line: not line.strip("─╰╯-"))
+        message = next(" ".join(part) for is_rule, part in parts if not is_rule)
+        message = message.rstrip(".")
         if "Unrecognized" in message and prog.endswith("fit"):
             fields = ", ".join(field.name for field in dataclasses.fields(Config))
             message += f". Fields of a run: {fields}"
@@ -148,7 +152,7 @@ def _demo(argv: list[str]) -> int:
 
 def _fit(argv: list[str]) -> int:
     name = argv[0] if argv else ""
-    if name not in RUNS and "--help" not in argv:
+    if name not in RUNS and not HELP & set(argv):
         raise RunError(f"There is no run {name!r}. Runs: {', '.join(RUNS)}.")
     defaults = {name: Fit(config) for name, config in RUNS.items()}
     runs = tyro.extras.subcommand_type_from_defaults(defaults)
@@ -173,13 +177,13 @@ def _fit(argv: list[str]) -> int:
 def _join_processes() -> None:
     """Makes this process one of several; JAX itself reads but the address."""
     try:
-        numbers = {
+        numbers: dict[str, Any] = {
             name: int(os.environ[f"JAX_{name.upper()}"])
             for name in ("num_processes", "process_id")
             if f"JAX_{name.upper()}" in os.environ
         }
         jax.distributed.initialize(**numbers)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise RunError(
             f"--multi-process: {error} Outside a cluster set JAX_COORDINATOR_ADDRESS "
             "(host:port), JAX_NUM_PROCESSES and JAX_PROCESS_ID."
@@ -188,7 +192,7 @@ def _join_processes() -> None:
 
 def _evaluate(argv: list[str]) -> int:
     options = _parse(Evaluate, argv, "python -m train evaluate")
-    from train.loop import evaluate
+    from train.evaluation import evaluate
 
     step, result = evaluate(**vars(options))
     print(f"step {step}: {_errors(result)}")
@@ -197,6 +201,8 @@ def _evaluate(argv: list[str]) -> int:
 
 def _figure(argv: list[str]) -> int:
     number, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if number in HELP:
+        number, rest = "1", [number]
     if number != "1":
         raise RunError(f"There is no figure {number!r}. Figures: 1.")
     options = _parse(Figure1, rest, "python -m train figure 1")

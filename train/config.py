@@ -4,7 +4,12 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+import jax
+
 IMAGENET_BATCHES = 1_281_167 / 32  # in an epoch, at the paper's batch size
+
+
+INCEPTION_FIELDS = ("dropout_rate", "local_response_norm", "width")
 
 
 class RunError(ValueError):
@@ -27,8 +32,9 @@ class Config:
     """GoogLeNet's two layers of local response normalization."""
     width: float = 1.0
     """Multiplies the channels of every layer of inception."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of activations; parameters, statistics and the loss are float32."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Of activations; parameters and the loss are float32. float64 takes
+    JAX_ENABLE_X64=1, and shows what of a difference is rounding."""
     bn_momentum: float = 0.9
     """Weight of the old running value in batch_stats."""
 
@@ -92,6 +98,23 @@ class Config:
         for name in ("bn_momentum", "sgd_momentum"):
             self._check(name, 0 <= getattr(self, name) <= 1, "in [0, 1]")
         self._check("dropout_rate", 0 <= self.dropout_rate < 1, "in [0, 1)")
+        self._check("seed", self.seed < 2**31, "less than 2³¹")
+        drawn = self.batch_size * self.num_steps
+        self._check(
+            "num_steps",
+            drawn < 2**31,
+            "so small that fewer than 2³¹ examples are drawn",
+        )
+        wide = self.dtype != "float64" or jax.config.values["jax_enable_x64"]
+        self._check("dtype", wide, "used with JAX_ENABLE_X64=1 in the environment")
+        if self.model == "mlp":
+            few = self.batch_norm and self.batch_size < 2
+            self._check("batch_size", not few, "at least 2 with batch normalization")
+            for name in ("dropout_rate", "local_response_norm", "width"):
+                default = (
+                    getattr(self, name) == type(self).__dataclass_fields__[name].default
+                )
+                self._check(name, default, "left alone: only inception has it")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             finite = not isinstance(value, float) or math.isfinite(value)

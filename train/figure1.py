@@ -32,6 +32,7 @@ REPORT_EVERY = 500  # steps, in one dispatch
 MILESTONES = (2_000, 10_000, 50_000)
 
 Record = dict[str, Any]
+Seen = tuple[dict[str, Array], Array]  # sums over the test set, percentiles
 
 
 def run_figure1(
@@ -128,43 +129,41 @@ def load_digits(config: Config) -> dict[str, Array]:
 def train_network(config: Config, data: dict[str, Array]) -> Iterator[Record]:
     """Yields a record before the first step and after each 500."""
     state = init_state(config)
-    look = jax.jit(make_look(config))
-    block = jax.jit(make_block(config, REPORT_EVERY), donate_argnums=0)
-    yield _record(state, look(state, data), {})
+    look = make_look(config)
+    yield _record(state, jax.jit(look)(state, data), {})
+    block = jax.jit(make_block(config), donate_argnums=0)
     for _ in range(config.num_steps // REPORT_EVERY):
-        state, loss = block(state, data)
-        yield _record(state, look(state, data), {"loss": float(loss)})
+        state, loss, seen = block(state, data)
+        yield _record(state, seen, {"loss": float(loss)})
 
 
-def make_block(
-    config: Config, num_steps: int
-) -> Callable[[TrainState, dict[str, Array]], tuple[TrainState, Array]]:
-    """Returns `num_steps` training steps as one program, with their mean loss."""
-    train_step = make_train_step(config)
+def make_block(config: Config) -> Callable[..., tuple[TrainState, Array, Seen]]:
+    """Returns 500 training steps and a look at their result, as one program."""
+    train_step, look = make_train_step(config), make_look(config)
     key = jax.random.key(config.seed)
 
-    def block(state: TrainState, data: dict[str, Array]) -> tuple[TrainState, Array]:
+    def block(
+        state: TrainState, data: dict[str, Array]
+    ) -> tuple[TrainState, Array, Seen]:
         def step(state: TrainState, rows: Array) -> tuple[TrainState, Array]:
             batch = {"image": data["images"][rows], "label": data["labels"][rows]}
             state, metrics = train_step(state, batch)
             return state, metrics["loss"] / config.batch_size
 
-        drawn = num_steps * config.batch_size
+        drawn = REPORT_EVERY * config.batch_size
         order = epoch_order(key, state.position, drawn, len(data["labels"]))
-        rows = order.reshape(num_steps, config.batch_size)
+        rows = order.reshape(REPORT_EVERY, config.batch_size)
         state, losses = lax.scan(step, state, rows)
-        return state, losses.mean()
+        return state, losses.mean(), look(state, data)
 
     return block
 
 
-def make_look(config: Config) -> Callable[..., tuple[dict[str, Array], Array]]:
+def make_look(config: Config) -> Callable[..., Seen]:
     """Returns the function that tests a state: sums, and percentiles of one unit."""
     model = make_model(config)
 
-    def look(
-        state: TrainState, data: dict[str, Array]
-    ) -> tuple[dict[str, Array], Array]:
+    def look(state: TrainState, data: dict[str, Array]) -> Seen:
         logits, seen = model.apply(
             {"params": state.params, "batch_stats": state.batch_stats},
             standardize(data["test_images"]),
@@ -182,9 +181,7 @@ def make_look(config: Config) -> Callable[..., tuple[dict[str, Array], Array]]:
     return look
 
 
-def _record(
-    state: TrainState, seen: tuple[dict[str, Array], Array], training: Record
-) -> Record:
+def _record(state: TrainState, seen: Seen, training: Record) -> Record:
     sums, percentiles = jax.device_get(seen)
     count = int(sums["count"])
     return {

@@ -1,34 +1,37 @@
 """Training: devices, checkpoints and reports around the steps."""
 
-import dataclasses
 import functools
 import math
-import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from train.config import Config, RunError
-from train.data import check_data, eval_batches, train_batches
+from train.data import check_data, train_batches
+from train.evaluation import Evaluation, Metrics
 from train.parallel import (
     AXIS,
-    check_batch_size,
+    check_layout,
     make_mesh,
     parallelize,
     replicated,
     sharded,
 )
 from train.record import Recorder
-from train.step import TrainState, eval_step, init_state, make_model, make_train_step
-from train.workdir import Checkpoints, claim_workdir, read_config, rewind_records
-
-Metrics = dict[str, float]
+from train.step import TrainState, init_state, make_train_step
+from train.stop import StopSignal
+from train.workdir import (
+    Checkpoints,
+    claim_workdir,
+    read_records,
+    rewind_records,
+    write_config,
+)
 
 # XLA:CPU would optimize for a minute what runs once, for a millisecond.
 FAST_COMPILE = {
@@ -63,13 +66,20 @@ def train(config: Config, workdir: Path, *, name: str = "train") -> Metrics:
       Interrupted: SIGTERM came; the state is saved.
     """
     mesh = make_mesh()
-    check_batch_size(config.batch_size, mesh)
+    check_layout(config, mesh)
     # First of all: a run without data shall leave no workdir behind.
     check_data(config.dataset, config.data_dir)
     claim_workdir(workdir, config)
-    with Checkpoints(workdir, config.keep) as checkpoints, StopSignal() as stop:
+    with StopSignal() as stop, Checkpoints(workdir, config.keep) as checkpoints:
         state = _first_state(config, checkpoints, mesh)
         done = int(state.step)
+        if done > config.num_steps:
+            raise RunError(
+                f"The run in {workdir} is at step {done} already, behind num_steps="
+                f"{config.num_steps}. Give more, or another --workdir."
+            )
+        write_config(workdir, config)
+        owed = _evaluation_is_owed(config, workdir, done)
         if jax.process_index() == 0:
             rewind_records(workdir, done)
         with Recorder(
@@ -78,7 +88,18 @@ def train(config: Config, workdir: Path, *, name: str = "train") -> Metrics:
             if done:
                 recorder.say(f"{name}: goes on from step {done} in {workdir}")
             run = Run(config, mesh, checkpoints, recorder, stop)
-            return run.until_the_end(state)
+            return run.until_the_end(state, owed=owed)
+
+
+def _evaluation_is_owed(config: Config, workdir: Path, done: int) -> bool:
+    """Returns whether a run that was stopped skipped the evaluation of its step."""
+    due = done > 0 and (done == config.num_steps or done % config.eval_every == 0)
+    recorded = any(
+        record["step"] == done and "accuracy" in record
+        for record in read_records(workdir)
+    )
+    # Process 0 keeps the records, and all have to do the same.
+    return bool(multihost_utils.broadcast_one_to_all(due and not recorded))
 
 
 def _first_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> TrainState:
@@ -103,7 +124,7 @@ class Run:
         mesh: Mesh,
         checkpoints: Checkpoints,
         recorder: Recorder,
-        stop: "StopSignal",
+        stop: StopSignal,
     ) -> None:
         """Binds together what a run needs."""
         self.config = config
@@ -113,12 +134,13 @@ class Run:
         self.stop = stop
         self.evaluation = Evaluation(config, mesh)
 
-    def until_the_end(self, state: TrainState) -> Metrics:
-        """Returns the last evaluation."""
-        config, result = self.config, {}
+    def until_the_end(self, state: TrainState, *, owed: bool) -> Metrics:
+        """Returns the last evaluation; `owed`: begins with one."""
+        config = self.config
         first = int(state.step) + 1
+        result = self._evaluate(first - 1, state) if owed else {}
         if first > config.num_steps:
-            return self.evaluation(state)
+            return result or self.evaluation(state)
         train_step = parallelize(
             make_train_step(config, AXIS, sum_gradients=config.parallel == "pmap"),
             self.mesh,
@@ -139,7 +161,7 @@ class Run:
             if evaluating:
                 result = self._evaluate(step, state)
             if saving:
-                self.checkpoints.save(state, result["accuracy"] if evaluating else None)
+                self._save(step, state, result["accuracy"] if evaluating else None)
             if stopping:
                 raise Interrupted(
                     f"Stopped after step {step}, which is saved. The same command "
@@ -152,12 +174,8 @@ class Run:
         fetched = jax.device_get(pending)
         for number, metrics in enumerate(fetched, start=step - len(fetched) + 1):
             if not math.isfinite(metrics["loss"] + metrics["grad_norm"]):
-                raise Diverged(
-                    f"Step {number}: loss or gradient is not finite (loss "
-                    f"{metrics['loss']}, gradient norm {metrics['grad_norm']}). The "
-                    f"last good checkpoint is step {self.checkpoints.latest_step()}. "
-                    "Lower --learning-rate, or start from it elsewhere."
-                )
+                loss, norm = metrics["loss"], metrics["grad_norm"]
+                self._give_up(number, f"loss {loss}, gradient norm {norm}")
         sums = {
             key: float(sum(metrics[key] for metrics in fetched))
             for key in ("loss", "correct", "count")
@@ -170,6 +188,23 @@ class Run:
         }
         self.recorder.advance(step)
         self.recorder.write(step, values, group="train")
+
+    def _save(self, step: int, state: TrainState, accuracy: float | None) -> None:
+        """Saves a state that a run can go on from."""
+        for kind in ("params", "batch_stats"):
+            leaves = jax.device_get(jax.tree.leaves(getattr(state, kind)))
+            if not all(np.isfinite(leaf).all() for leaf in leaves):
+                self._give_up(step, kind)
+        self.checkpoints.save(state, accuracy)
+
+    def _give_up(self, step: int, what: str) -> NoReturn:
+        """Raises; the checkpoints stay as they are."""
+        good = self.checkpoints.latest_step()
+        kept = "There is no checkpoint yet" if good is None else f"Step {good} is saved"
+        raise Diverged(
+            f"Not finite at step {step}: {what}. {kept}. Lower --learning-rate, in "
+            "another --workdir."
+        )
 
     def _evaluate(self, step: int, state: TrainState) -> Metrics:
         """Evaluates and records it."""
@@ -202,104 +237,3 @@ def _training_batches(
         image_size=config.image_size,
         num_workers=config.num_workers,
     )
-
-
-class Evaluation:
-    """Accuracy over a split, every example exactly once; compiled once."""
-
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        """Holds the run's model and data."""
-        self._config = config
-        self._mesh = mesh
-        self._step = jax.jit(
-            functools.partial(eval_step, model=make_model(config)),
-            out_shardings=replicated(mesh),
-        )
-
-    def __call__(
-        self,
-        state: TrainState,
-        *,
-        split: str | None = None,
-        batch_size: int | None = None,
-    ) -> Metrics:
-        """Returns `accuracy`, `accuracy_top5`, `eval_loss`, and `count`."""
-        config = self._config
-        batches = eval_batches(
-            config.dataset,
-            batch_size=batch_size or config.batch_size,
-            sharding=sharded(self._mesh),
-            data_dir=config.data_dir,
-            split=split,
-            image_size=config.image_size,
-        )
-        sums = [self._step(state, batch) for batch in batches]
-        total = {
-            key: sum(float(each[key]) for each in jax.device_get(sums))
-            for key in ("loss", "correct", "correct_top5", "count")
-        }
-        count = max(total["count"], 1.0)
-        return {
-            "accuracy": total["correct"] / count,
-            "accuracy_top5": total["correct_top5"] / count,
-            "eval_loss": total["loss"] / count,
-            "count": int(total["count"]),
-        }
-
-
-class StopSignal:
-    """Notices SIGTERM, so that a run can save before it ends."""
-
-    def __enter__(self) -> "StopSignal":
-        """Begins to listen."""
-        self._received = False
-        self._previous = None
-        if jax.process_count() == 1:
-            self._previous = signal.signal(signal.SIGTERM, self._receive)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stops listening."""
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-
-    def _receive(self, *_: object) -> None:
-        self._received = True
-        print("SIGTERM: saving after this step", file=sys.stderr, flush=True)
-
-    def requested(self, step: int) -> bool:
-        """Returns whether to stop after `step`; the same in every process."""
-        if jax.process_count() == 1:
-            return self._received
-        # JAX's own service catches the signal and picks a step all can stop after.
-        return multihost_utils.reached_preemption_sync_point(step)
-
-
-def evaluate(
-    workdir: Path,
-    *,
-    checkpoint: str = "latest",
-    data_dir: str | None = None,
-    split: str | None = None,
-    batch_size: int | None = None,
-) -> tuple[int, Metrics]:
-    """Returns the step of a saved state and its evaluation on `split`."""
-    if batch_size is not None and batch_size < 1:
-        raise RunError(f"batch_size={batch_size} must be more than 0.")
-    config = read_config(workdir)
-    if data_dir is not None:
-        config = dataclasses.replace(config, data_dir=data_dir)
-    mesh = make_mesh()
-    with Checkpoints(workdir) as checkpoints:
-        newest = checkpoints.latest_step()
-        step = newest if checkpoint == "latest" else checkpoints.best_step()
-        if step is None:
-            raise RunError(f"The run in {workdir} has no checkpoint yet.")
-        state = checkpoints.restore(config, step, replicated(mesh))
-    result = Evaluation(config, mesh)(state, split=split, batch_size=batch_size)
-    return step, result

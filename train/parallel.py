@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from train.config import RunError
+from train.config import Config, RunError
 
 AXIS = "batch"
 
@@ -29,12 +29,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def check_batch_size(batch_size: int, mesh: Mesh) -> None:
-    """Raises unless every device gets the same number of rows."""
-    if batch_size % mesh.size:
+def check_layout(config: Config, mesh: Mesh) -> None:
+    """Raises unless the run can be spread over the devices."""
+    if config.batch_size % mesh.size:
         raise RunError(
-            f"batch_size={batch_size} is the global batch and does not divide over "
-            f"{mesh.size} devices. Choose a multiple of {mesh.size}."
+            f"batch_size={config.batch_size} is the global batch and does not divide "
+            f"over {mesh.size} devices. Choose a multiple of {mesh.size}."
+        )
+    if config.parallel == "pmap" and jax.process_count() > 1:
+        raise RunError(
+            "parallel='pmap' serves one process. Over several, use 'shard_map'."
         )
 
 
@@ -53,10 +57,6 @@ def parallelize(step: Step, mesh: Mesh, how: str) -> Step:
     if how == "shard_map":
         mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(AXIS)), out_specs=P())
         return jax.jit(mapped, donate_argnums=0)
-    if jax.process_count() > 1:
-        raise RunError(
-            "parallel='pmap' serves one process. Over several, use 'shard_map'."
-        )
     mapped = jax.pmap(
         step, AXIS, in_axes=(None, 0), out_axes=None, devices=list(mesh.devices)
     )

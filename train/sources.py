@@ -87,7 +87,11 @@ def check_data(name: str, data_dir: str | os.PathLike | None) -> None:
     """Raises a DataError unless both splits that a run reads are there."""
     dataset = get_dataset(name)
     for split in (dataset.train_split, dataset.eval_split):
-        open_split(name, split=split, data_dir=data_dir)
+        source = open_split(name, split=split, data_dir=data_dir)
+        try:
+            _ = source[0], source[len(source) - 1]
+        except Exception as error:  # of whatever kind a broken file brings about
+            raise DataError(f"Cannot read {split} of {name}: {error}") from error
 
 
 def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.DatasetBuilder:
@@ -122,7 +126,7 @@ def load_arrays(
     ((100, 28, 28, 1), dtype('uint8'), (100,), dtype('int32'))
 
     Raises:
-      DataError: See `open_split`; or the pictures differ in size.
+      DataError: See `open_split`; or a picture is corrupt or of another size.
     """
     shape = get_dataset(name).image_shape
     if shape is None:
@@ -131,7 +135,12 @@ def load_arrays(
     source = open_split(name, split=split, data_dir=data_dir)
     records = source.__getitems__(range(len(source)))
     images = np.empty((len(records), *shape), np.uint8)
-    for image, record in zip(images, records, strict=True):
-        picture = Image.open(io.BytesIO(record["image"]), formats=("PNG", "JPEG"))
-        image[:] = np.asarray(picture).reshape(shape)
+    for number, record in enumerate(records):
+        try:
+            picture = Image.open(io.BytesIO(record["image"]), formats=("PNG", "JPEG"))
+            images[number] = np.asarray(picture).reshape(shape)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"Example {number} of {name} {split} is corrupt: {error}"
+            ) from error
     return images, np.array([record["label"] for record in records], np.int32)

@@ -44,7 +44,7 @@ def make_model(config: Config, axis_name: str | None = None) -> nn.Module:
         "activation": activation,
     }
     if config.model == "mlp":
-        return MLP(**common)
+        return MLP(**common, dtype=jnp.dtype(config.dtype))
     side = image_shape(config)[0]
     return Inception(
         **common,
@@ -79,7 +79,8 @@ def init_state(config: Config) -> TrainState:
     model, optimizer = make_model(config), make_optimizer(config)
     image = jax.ShapeDtypeStruct((1, *image_shape(config)), jnp.float32)
     # Lazily: XLA would fold the whole network's answer to an image of zeros.
-    variables = model.lazy_init(jax.random.key(config.seed), image, train=False)
+    key = stream_key(config.seed, "init")
+    variables = model.lazy_init(key, image, train=False)
     params = variables["params"]
     return TrainState(
         step=jnp.zeros((), jnp.int32),
@@ -150,15 +151,11 @@ def train_step(
       The state, and sums over the global batch: `loss`, `correct`, `count`, and the
       norm of the gradient, `grad_norm`.
     """
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), state.step))
-    local = batch["label"].shape[0]
-    # A row's key depends on its place in the global batch, not on the devices.
-    rows = jnp.arange(local)
-    if axis_name is not None:
-        rows = lax.axis_index(axis_name) * local + rows
-    images = prepare(
-        jax.vmap(jax.random.fold_in, (None, 0))(keys[0], rows), batch["image"]
+    prepare_key, dropout_key = jax.random.split(
+        jax.random.fold_in(stream_key(seed, "noise"), state.step)
     )
+    keys = row_keys(prepare_key, batch["label"].shape[0], axis_name)
+    images = prepare(keys, batch["image"])
     mask = batch.get("mask")
 
     def total(value: Any) -> Any:
@@ -171,7 +168,7 @@ def train_step(
             train=True,
             mask=mask,
             mutable=["batch_stats"],
-            rngs={"dropout": keys[1]},
+            rngs={"dropout": dropout_key},
         )
         sums = metrics_of(logits, batch)
         # A batch may have no valid example left; then its gradient is 0.
@@ -191,9 +188,27 @@ def train_step(
         optax.apply_updates(state.params, updates),
         batch_stats,
         opt_state,
-        state.position + total(local),
+        state.position + total(len(keys)),
     )
     return new, {**metrics, "grad_norm": optax.tree.norm(gradients)}
+
+
+def stream_key(seed: int, purpose: str) -> Array:
+    """Returns the key of "init" or "noise", apart from the keys of the epochs."""
+    purposes = {"init": 2**32 - 1, "noise": 2**32 - 2}
+    number = jnp.asarray(purposes[purpose], jnp.uint32)
+    return jax.random.fold_in(jax.random.key(seed), number)
+
+
+def row_keys(key: Array, count: int, axis_name: str | None) -> Array:
+    """Returns a key for each of this device's rows, by its place in the global batch.
+
+    So what happens to a row does not depend on the number of devices.
+    """
+    rows = jnp.arange(count)
+    if axis_name is not None:
+        rows = lax.axis_index(axis_name) * count + rows
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
 
 
 def eval_step(state: TrainState, batch: Batch, *, model: nn.Module) -> dict[str, Array]:

@@ -16,6 +16,7 @@ from train.step import TrainState, init_state
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+PARTIAL = ".partial"  # a file that is being written
 
 # What may differ when a run goes on: no value of it depends on these.
 FREE = frozenset(
@@ -51,17 +52,27 @@ def claim_workdir(
         raise RunError(f"{workdir} is not a folder. Choose another --workdir.")
     if (workdir / file).exists():
         _check_same_run(workdir, read_config(workdir, file), config, free)
-    elif workdir.exists() and any(workdir.iterdir()):
+    elif workdir.exists() and any(p.suffix != PARTIAL for p in workdir.iterdir()):
         raise RunError(
             f"{workdir} is not empty and holds no such run ({file} is missing). "
             "Choose another --workdir."
         )
     # Every process looks before the first one writes.
     multihost_utils.sync_global_devices("claim_workdir")
-    if jax.process_index() == 0:
+    if not (workdir / file).exists():
+        write_config(workdir, config, file)
+
+
+def write_config(workdir: Path, config: Config, file: str = CONFIG) -> None:
+    """Writes the config of the run in `workdir`; process 0 alone."""
+    if jax.process_index() != 0:
+        return
+    text = json.dumps(dataclasses.asdict(config), indent=2)
+    try:
         workdir.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(dataclasses.asdict(config), indent=2)
         _replace(workdir / file, text + "\n")
+    except OSError as error:
+        raise RunError(f"Cannot write in {workdir}: {error.strerror}.") from error
 
 
 def read_config(workdir: Path, file: str = CONFIG) -> Config:
@@ -69,7 +80,10 @@ def read_config(workdir: Path, file: str = CONFIG) -> Config:
     path = workdir / file
     if not path.exists():
         raise RunError(f"{workdir} holds no run ({file} is missing).")
-    return from_dict(json.loads(path.read_text()))
+    try:
+        return from_dict(json.loads(path.read_text()))
+    except (json.JSONDecodeError, TypeError) as error:
+        raise RunError(f"{path} is damaged: {error}.") from error
 
 
 def _check_same_run(
@@ -90,7 +104,7 @@ def _check_same_run(
 
 def _replace(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(PARTIAL)
     partial.write_text(text)
     partial.replace(path)
 
@@ -126,7 +140,9 @@ def _score(metrics: Any) -> float:
 class Checkpoints:
     """The saved states of a run, written in the background."""
 
-    def __init__(self, workdir: Path, keep: int = 1) -> None:
+    def __init__(
+        self, workdir: Path, keep: int = 1, *, read_only: bool = False
+    ) -> None:
         """Opens the checkpoints of a run; `keep` newest stay, and the best one."""
         policies = ocp.checkpoint_managers
         options = ocp.CheckpointManagerOptions(
@@ -136,6 +152,7 @@ class Checkpoints:
                     policies.BestN(get_metric_fn=_score, n=1),
                 ]
             ),
+            read_only=read_only,
             best_fn=_score,  # Without it Orbax does not save the metrics.
         )
         self._manager = ocp.CheckpointManager(

@@ -1,0 +1,185 @@
+"""Runs of the program as a user starts them, in processes of their own."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from train.parallel import make_mesh, replicated
+from train.workdir import Checkpoints, read_config, read_records
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT = 200  # seconds; several times what a run takes
+DIGITS = ["mnist_sigmoid_bn", "--num-steps", "2000", "--checkpoint-every", "500"]
+DIGITS += ["--log-every", "50", "--eval-every", "1000"]
+FEW = ["mnist_sigmoid_bn", "--num-steps", "20", "--log-every", "1"]
+FEW += ["--checkpoint-every", "10", "--eval-every", "10"]
+INCEPTION = ["bn_x5", "--dataset", "mnist_subset", "--width", "0.125"]
+INCEPTION += ["--dropout-rate", "0.2", "--batch-size", "16", "--num-steps", "4"]
+INCEPTION += ["--log-every", "1"]
+
+
+@contextlib.contextmanager
+def fit(*arguments, workdir, devices=1, **settings):
+    """Starts `python -m train fit`; kills it should it outlive the test."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **settings}
+    command = [sys.executable, "-m", "train", "fit", *arguments]
+    process = subprocess.Popen(
+        [*command, "--workdir", str(workdir)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def fit_to_the_end(*arguments, **options):
+    with fit(*arguments, **options) as process:
+        out, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 0, err
+    return out
+
+
+def wait_for_step(workdir, step, process):
+    """Returns once a line of a later step than `step` is on disk."""
+    deadline = time.monotonic() + TIMEOUT
+    while not any(record["step"] > step for record in read_records(workdir)):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def last_state(workdir):
+    with Checkpoints(workdir) as checkpoints:
+        step = checkpoints.latest_step()
+        sharding = replicated(make_mesh())
+        state = checkpoints.restore(read_config(workdir), step, sharding)
+    return jax.device_get(state)
+
+
+def assert_same_state(workdir, other):
+    jax.tree.map(np.testing.assert_array_equal, last_state(workdir), last_state(other))
+
+
+# Killed
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("unbroken") / "run"
+    fit_to_the_end(*DIGITS, workdir=workdir)
+    return workdir
+
+
+def test_a_killed_run_ends_as_an_unbroken_one(unbroken, tmp_path):
+    workdir = tmp_path / "run"
+    with fit(*DIGITS, workdir=workdir) as process:
+        wait_for_step(workdir, 1150, process)
+        process.kill()
+        assert process.wait(TIMEOUT) == -signal.SIGKILL
+    assert f"goes on from step 1000 in {workdir}" in fit_to_the_end(
+        *DIGITS, workdir=workdir
+    )
+    assert_same_state(workdir, unbroken)
+    assert read_records(workdir) == read_records(unbroken)
+
+
+def test_a_terminated_run_saves_and_ends_as_an_unbroken_one(unbroken, tmp_path):
+    workdir = tmp_path / "run"
+    with fit(*DIGITS, workdir=workdir) as process:
+        wait_for_step(workdir, 600, process)
+        process.terminate()
+        _, err = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 143
+    stopped = int(last_state(workdir).step)
+    assert stopped % 500
+    assert f"Stopped after step {stopped}, which is saved." in err
+    assert f"goes on from step {stopped} in" in fit_to_the_end(*DIGITS, workdir=workdir)
+    assert_same_state(workdir, unbroken)
+
+
+# Several processes
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.fixture
+def two_processes(tmp_path):
+    """Two processes of two devices each: their output, and the common workdir."""
+    workdir, address = tmp_path / "run", f"localhost:{free_port()}"
+    arguments = [*FEW, "--multi-process"]
+    common = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    with (
+        fit(
+            *arguments, workdir=workdir, devices=2, JAX_PROCESS_ID="0", **common
+        ) as first,
+        fit(
+            *arguments, workdir=workdir, devices=2, JAX_PROCESS_ID="1", **common
+        ) as second,
+    ):
+        results = [process.communicate(timeout=TIMEOUT) for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), results
+    return workdir, [out for out, _ in results]
+
+
+def test_two_processes_train_as_one(two_processes, tmp_path):
+    workdir, (first, second) = two_processes
+    assert "step 20: accuracy" in first
+    assert "step 20" not in second
+    fit_to_the_end(*FEW, workdir=tmp_path / "one", devices=4)
+    assert_records_agree(workdir, tmp_path / "one", rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        last_state(workdir),
+        last_state(tmp_path / "one"),
+    )
+
+
+def assert_records_agree(workdir, other, *, rtol):
+    """Asserts the same lines, none twice, with the same numbers but for rounding."""
+    lines, others = read_records(workdir), read_records(other)
+    assert [line.keys() for line in lines] == [line.keys() for line in others]
+    for line, expected in zip(lines, others, strict=True):
+        np.testing.assert_allclose(
+            list(line.values()), list(expected.values()), rtol=rtol
+        )
+
+
+# Inception: dropout, augmentation and synchronized statistics
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("alone") / "run"
+    fit_to_the_end(*INCEPTION, workdir=workdir)
+    return workdir
+
+
+@pytest.mark.parametrize("parallel", ["shard_map", "pmap"])
+def test_inception_trains_on_four_devices_as_on_one(parallel, alone, tmp_path):
+    workdir = tmp_path / "run"
+    fit_to_the_end(*INCEPTION, "--parallel", parallel, workdir=workdir, devices=4)
+    assert_records_agree(workdir, alone, rtol=1e-4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        last_state(workdir).batch_stats,
+        last_state(alone).batch_stats,
+    )
