@@ -93,7 +93,7 @@ def standardize(images: jax.Array) -> jax.Array:
 def _augment_one(key, image, *, mirror, crop_padding, ranges):
     """`augment` for one key and one `(H, W, C)` image."""
     # All numbers in one draw: seven draws compile for seconds.
-    u = jax.random.uniform(key, (7,))
+    u = jax.random.uniform(key, (7,), jnp.float32)
     if mirror:
         image = jnp.where(u[0] < 0.5, image[:, ::-1], image)
     if crop_padding:
@@ -108,7 +108,7 @@ def _shift(image, u, padding):
     """Returns the window at `u` in [0, 1)² of the image in a black frame."""
     framed = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)))
     corner = jnp.floor(u * (2 * padding + 1)).astype(jnp.int32)
-    return lax.dynamic_slice(framed, (*corner, 0), image.shape)
+    return lax.dynamic_slice(framed, (*corner, jnp.int32(0)), image.shape)
 
 
 def _distort(image, v, ranges):

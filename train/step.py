@@ -13,6 +13,7 @@ from jax import Array, lax
 import bnjax
 from bnjax.linen import BatchNorm
 from bnjax.models import MLP, Inception
+from bnjax.transform import compute_dtype
 from train.augment import augment, standardize
 from train.config import Config
 from train.data import DATASETS
@@ -173,7 +174,7 @@ def train_step(
         sums = metrics_of(logits, batch)
         # A batch may have no valid example left; then its gradient is 0.
         count = jnp.maximum(total(sums["count"]), 1)
-        loss = sums["loss"] / count.astype(jnp.float32)
+        loss = sums["loss"] / count.astype(sums["loss"].dtype)
         batch_stats = updates.get("batch_stats", {})
         return loss if sum_gradients else total(loss), (batch_stats, sums)
 
@@ -231,7 +232,7 @@ def metrics_of(logits: Array, batch: Batch) -> dict[str, Array]:
     """
     labels = batch["label"]
     losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), labels
+        logits.astype(compute_dtype(logits.dtype)), labels
     )
     correct = logits.argmax(-1).astype(labels.dtype) == labels
     mask = batch.get("mask")
