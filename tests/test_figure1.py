@@ -8,6 +8,7 @@ from train import figure1
 from train.config import RUNS, RunError
 from train.data import DataError
 from train.figure1 import compare, load_digits, run_figure1
+from train.loop import FAST_COMPILE
 from train.plot import plot_figure1
 from train.step import init_state
 from train.workdir import claim_workdir, read_records
@@ -56,7 +57,8 @@ def test_the_batch_normalized_network_leads(drawn):
 
 def test_what_is_looked_at_is_the_input_of_the_last_sigmoids():
     config = RUNS["mnist_sigmoid"]
-    state = jax.jit(lambda: init_state(config))()
+    init = jax.jit(lambda: init_state(config), compiler_options=FAST_COMPILE)
+    state = init()
     images = load_digits(config)["test_images"][:50]
     data = {"test_images": images, "test_labels": np.zeros(50, np.int32)}
     _, percentiles = jax.jit(figure1.make_look(config))(state, data)

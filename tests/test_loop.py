@@ -82,9 +82,9 @@ def unbroken(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """A run that went on from step 4 after it had got to step 5."""
+    """A run that went on from step 2 after it had reported step 3."""
     workdir = tmp_path_factory.mktemp("resumed") / "run"
-    train_until_power_cut(CONFIG, workdir, batches=5)
+    train_until_power_cut(CONFIG, workdir, batches=3)
     return workdir, train(CONFIG, workdir)
 
 

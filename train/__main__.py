@@ -81,7 +81,7 @@ class Demo:
     """Folder of TensorFlow Datasets; None: its default."""
     num_steps: int = 50_000
     """Of each network of Figure 1."""
-    network_steps: int = 300
+    network_steps: int = 200
     """Of inception and bn_x5."""
     seed: int = 0
     """Of parameters and order of examples."""
@@ -168,9 +168,9 @@ def _fit(argv: list[str]) -> int:
     except Interrupted as stopped:
         print(stopped, file=sys.stderr)
         return 143
-    print(
-        f"{name} after {config.num_steps} steps: {_errors(result)}; kept in {workdir}"
-    )
+    if jax.process_index() == 0:
+        done = f"{name} after {config.num_steps} steps"
+        print(f"{done}: {_errors(result)}; kept in {workdir}")
     return 0
 
 

@@ -84,6 +84,6 @@ def small(
         num_steps=num_steps,
         seed=seed,
         log_every=10,
-        eval_every=100,
-        checkpoint_every=100,
+        eval_every=num_steps,
+        checkpoint_every=num_steps,
     )

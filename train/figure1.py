@@ -80,8 +80,8 @@ def caption(config: Config) -> str:
     return (
         f"{config.dataset}: 784-100-100-100-10 sigmoid network, SGD, batches of "
         f"{config.batch_size}, learning rate {config.learning_rate}, seed "
-        f"{config.seed}. (b), (c): 15th, 50th and 85th percentile over the test "
-        f"digits of the input of sigmoid {UNIT + 1} of the last hidden layer."
+        f"{config.seed}.\n(b), (c): percentiles over the test digits of the input of "
+        f"sigmoid {UNIT + 1} of the last hidden layer."
     )
 
 

@@ -25,16 +25,17 @@ def plot_figure1(records: list[Record], caption: str) -> Figure:
         _plot_percentiles(axes, _of(records, network), network)
         axes.set_title(f"({letter}) {network}")
     # One scale: the reader compares how far the two distributions wander.
-    limits = [axes.get_ylim() for axes in inputs]
+    lows, highs = zip(*(axes.get_ylim() for axes in inputs), strict=True)
     for axes in inputs:
-        axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
+        room = 0.4 * (max(highs) - min(lows))  # for the legend
+        axes.set_ylim(min(lows), max(highs) + room)
     for axes in (accuracy, *inputs):
         axes.set_xlabel("training step")
         axes.xaxis.set_major_formatter(
             lambda step, _: f"{step / 1000:g}k" * bool(step) or "0"
         )
         axes.grid(alpha=0.3)
-    figure.supxlabel(caption, fontsize="small", wrap=True)
+    figure.supxlabel(caption, fontsize="small")
     return figure
 
 
@@ -68,7 +69,7 @@ def _plot_percentiles(axes: Axes, rows: list[Record], network: str) -> None:
     ):
         axes.plot(steps, values, color=colour, linestyle=line, label=label)
     axes.set_ylabel("input of the sigmoid")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", loc="upper left")
 
 
 def _of(records: list[Record], network: str) -> list[Record]:
