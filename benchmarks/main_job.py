@@ -130,8 +130,8 @@ def find_torch() -> bool:
 
 def pytorch(config: Config) -> Chunk:
     """The loop of any PyTorch tutorial, with the data in memory."""
-    import torch
-    from torch import nn
+    import torch  # type: ignore[import-not-found]  # an optional extra
+    from torch import nn  # type: ignore[import-not-found]
 
     def tensors(split: str) -> tuple[Any, Any]:
         images, labels = load_arrays(config.dataset, split=split)
