@@ -1,7 +1,9 @@
 """Figure 1 beside the same training written plainly in JAX and in PyTorch."""
 
+import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import statistics
@@ -24,13 +26,14 @@ from train.figure1 import (
     REPORT_EVERY,
     UNIT,
     load_digits,
-    make_block,
     make_look,
+    train_network,
 )
+from train.parallel import simulate_devices
 from train.sources import EMBEDDED
-from train.step import init_state, make_train_step
+from train.step import first_state, make_train_step
 
-ROUNDS = 5
+ROUNDS = 15
 FIGURE_STEPS = 50_000
 IMPORT = """
 import time, jax
@@ -40,16 +43,19 @@ print(time.perf_counter() - start)
 """
 
 Chunk = Callable[[], object]  # trains REPORT_EVERY steps and looks at the result
+Way = Callable[[list[Config]], list[Chunk]]  # chunks that together train all
 
 
 def run() -> str:
     """Returns a table in Markdown."""
-    ways: dict[str, Callable[[Config], Chunk]] = {
+    simulate_devices()
+    ways: dict[str, Way] = {
         "bnjax, scanned on the device": scanned,
-        "a jitted step, batches from the host": plain,
+        "a jitted step, batches from the host": each(plain),
+        "the matrix products alone": products,
     }
     if find_torch():
-        ways["PyTorch"] = pytorch
+        ways["PyTorch"] = each(pytorch)
     seconds = interleave(ways)
     ours = seconds["bnjax, scanned on the device"]
     rows = [f"| {name} | {chunk / ours:.1f} × |" for name, chunk in seconds.items()]
@@ -69,10 +75,10 @@ def run() -> str:
     return "\n".join(lines)
 
 
-def interleave(ways: dict[str, Callable[[Config], Chunk]]) -> dict[str, float]:
+def interleave(ways: dict[str, Way]) -> dict[str, float]:
     """Returns seconds of a chunk of both networks, the ways taking turns."""
     configs = [RUNS[run] for run in NETWORKS.values()]
-    chunks = {name: [way(config) for config in configs] for name, way in ways.items()}
+    chunks = {name: way(configs) for name, way in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(ROUNDS + 1):
         for name, pair in chunks.items():
@@ -84,18 +90,49 @@ def interleave(ways: dict[str, Callable[[Config], Chunk]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def scanned(config: Config) -> Chunk:
-    """The program's own way: one dispatch for all steps of a chunk."""
-    data = load_digits(config)
-    block = jax.jit(make_block(config), donate_argnums=0)
-    state = init_state(config)
+def each(way: Callable[[Config], Chunk]) -> Way:
+    """Returns the way that trains one network after the other."""
+    return lambda configs: [way(config) for config in configs]
 
-    def chunk() -> object:
-        nonlocal state
-        state, loss, seen = block(state, data)
-        return jax.device_get((loss, seen))
 
-    return chunk
+def scanned(configs: list[Config]) -> list[Chunk]:
+    """The program's own way: a dispatch for a chunk, networks side by side."""
+    data = load_digits(configs[0])
+    devices = itertools.cycle(jax.local_devices())
+    runs = [
+        train_network(config, jax.device_put(data, device))
+        for config, device in zip(configs, devices, strict=False)
+    ]
+    for run in runs:
+        next(run)  # the look before the first step
+    return [lambda: jax.device_get([next(run) for run in runs])]
+
+
+def products(configs: list[Config]) -> list[Chunk]:
+    """The matrix products of the steps, networks side by side: no way is faster."""
+
+    def step(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], None]:
+        inputs = [x]
+        for weight in weights:
+            inputs.append(inputs[-1] @ weight)
+        gradient, moved = inputs.pop(), []
+        for weight, x in zip(reversed(weights), reversed(inputs), strict=True):
+            moved.append(weight + 1e-9 * (x.T @ gradient))
+            if len(moved) < len(weights):
+                gradient = gradient @ weight.T
+        return moved[::-1], None
+
+    rng = np.random.default_rng(0)
+    sizes = (784, 100, 100, 100, 10)
+    weights = [rng.normal(0, 0.05, shape) for shape in itertools.pairwise(sizes)]
+    batches = rng.normal(size=(REPORT_EVERY, configs[0].batch_size, sizes[0]))
+    devices = itertools.cycle(jax.local_devices())
+    arguments = [
+        jax.device_put(jax.tree.map(np.float32, (weights, batches)), device)
+        for _, device in zip(configs, devices, strict=False)
+    ]
+    block = jax.jit(functools.partial(jax.lax.scan, step))
+    return [lambda: jax.block_until_ready([block(*each) for each in arguments])]
 
 
 def plain(config: Config) -> Chunk:
@@ -104,7 +141,7 @@ def plain(config: Config) -> Chunk:
     data = load_digits(config)
     step = jax.jit(make_train_step(config), donate_argnums=0)
     look = jax.jit(make_look(config))
-    state = init_state(config)
+    state = first_state(config)
     rng = np.random.default_rng(config.seed)
 
     def chunk() -> object:

@@ -5,7 +5,7 @@ import sys
 import jax
 import pytest
 
-from train import demo
+from train import demo, parallel
 from train.config import RUNS
 
 OPTIONS = {"dataset": "mnist_subset", "data_dir": None, "seed": 5}
@@ -76,8 +76,8 @@ def test_each_part_can_be_run_alone(only, parts, tmp_path, monkeypatch):
 
 
 def test_devices_that_were_chosen_stay(monkeypatch):
-    monkeypatch.setattr(demo, "SIMULATED_DEVICES", 3)
-    demo.simulate_devices()
+    monkeypatch.setattr(parallel, "SIMULATED_DEVICES", 3)
+    parallel.simulate_devices()
     assert jax.config.jax_num_cpu_devices == 4
 
 
@@ -93,7 +93,7 @@ def test_devices_that_were_chosen_stay(monkeypatch):
 )
 def test_a_lone_cpu_becomes_four_devices_unless_told_otherwise(settings, count):
     code = (
-        "import jax; from train.demo import simulate_devices; simulate_devices(); "
+        "import jax; from train.parallel import simulate_devices; simulate_devices(); "
         "print(jax.device_count())"
     )
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **settings}

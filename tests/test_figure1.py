@@ -7,10 +7,9 @@ import pytest
 from train import figure1
 from train.config import RUNS, RunError
 from train.data import DataError
-from train.figure1 import compare, load_digits, run_figure1
-from train.loop import FAST_COMPILE
+from train.figure1 import Report, compare, load_digits, run_figure1
 from train.plot import plot_figure1
-from train.step import init_state
+from train.step import first_state
 from train.workdir import claim_workdir, read_records
 
 OPTIONS = {"dataset": "mnist_subset", "data_dir": None, "seed": 0}
@@ -57,8 +56,7 @@ def test_the_batch_normalized_network_leads(drawn):
 
 def test_what_is_looked_at_is_the_input_of_the_last_sigmoids():
     config = RUNS["mnist_sigmoid"]
-    init = jax.jit(lambda: init_state(config), compiler_options=FAST_COMPILE)
-    state = init()
+    state = first_state(config)
     images = load_digits(config)["test_images"][:50]
     data = {"test_images": images, "test_labels": np.zeros(50, np.int32)}
     _, percentiles = jax.jit(figure1.make_look(config))(state, data)
@@ -84,8 +82,8 @@ def test_a_finished_figure_is_drawn_again_without_training(drawn, monkeypatch):
 
 def test_an_unfinished_figure_begins_again(tmp_path, monkeypatch):
     def train_network(config, data):
-        yield {"step": 0, "accuracy": 0.1, "count": 1, "percentiles": [0, 1, 2]}
-        yield {"step": 500, "accuracy": 0.2, "count": 1, "percentiles": [0, 1, 2]}
+        for step in (0, 500):
+            yield Report(step, None, {"correct": 1, "count": 2}, [0, 1, 2])
 
     monkeypatch.setattr(figure1, "train_network", train_network)
     monkeypatch.setattr(figure1, "load_digits", lambda config: {})

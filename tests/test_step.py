@@ -9,8 +9,8 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
+from train import step
 from train.config import RUNS
-from train.loop import FAST_COMPILE
 from train.parallel import AXIS, check_layout, parallelize, sharded
 from train.step import (
     image_shape,
@@ -61,10 +61,7 @@ def make_step(config, how="shard_map", num_devices=2):
     return run
 
 
-@functools.cache
-def first_state(config):
-    init = functools.partial(init_state, config)
-    return jax.jit(init, compiler_options=FAST_COMPILE)()
+first_state = functools.cache(step.first_state)
 
 
 @functools.cache

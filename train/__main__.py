@@ -207,7 +207,9 @@ def _figure(argv: list[str]) -> int:
         raise RunError(f"There is no figure {number!r}. Figures: 1.")
     options = _parse(Figure1, rest, "python -m train figure 1")
     from train.figure1 import run_figure1
+    from train.parallel import simulate_devices
 
+    simulate_devices()
     run_figure1(**vars(options))
     return 0
 

@@ -1,7 +1,6 @@
 """The main job: Figure 1, then two networks in small over every device."""
 
 import dataclasses
-import os
 from pathlib import Path
 
 import jax
@@ -9,8 +8,7 @@ import jax
 from train.config import RUNS, Config
 from train.figure1 import run_figure1
 from train.loop import train
-
-SIMULATED_DEVICES = 4
+from train.parallel import simulate_devices
 
 
 def run_demo(
@@ -42,15 +40,6 @@ def run_demo(
             seed=seed,
             workdir=workdir,
         )
-
-
-def simulate_devices() -> None:
-    """Splits a lone CPU into four devices; call it before JAX is first used."""
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        return
-    if jax.config.values["jax_num_cpu_devices"] < 0:
-        # Says nothing about other backends: with a GPU or TPU its devices are used.
-        jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
 
 
 def run_networks(

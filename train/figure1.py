@@ -1,10 +1,11 @@
 """Figure 1 of the paper: digits, three layers of sigmoids, with and without BN."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from train.plot import plot_figure1
 from train.record import make_progress
 from train.step import (
     TrainState,
-    init_state,
+    first_state,
     make_model,
     make_train_step,
     metrics_of,
@@ -33,6 +34,15 @@ MILESTONES = (2_000, 10_000, 50_000)
 
 Record = dict[str, Any]
 Seen = tuple[dict[str, Array], Array]  # sums over the test set, percentiles
+
+
+class Report(NamedTuple):
+    """What a device tells of a network, or will when it gets there."""
+
+    step: int
+    loss: Array | None  # mean over the steps since the last report
+    sums: dict[str, Array]  # over the test set
+    percentiles: Array
 
 
 def run_figure1(
@@ -64,6 +74,8 @@ def run_figure1(
     finished = len(records) == len(NETWORKS) * (1 + num_steps // REPORT_EVERY)
     if not finished:
         check_data(dataset, data_dir)
+        if records:
+            print(f"The unfinished figure in {workdir} begins again.")
     free = FREE - {"num_steps"}
     claim_workdir(workdir, configs["with BN"], free=free, file=CONFIG)
     if not finished:
@@ -101,12 +113,22 @@ def compare(records: list[Record]) -> str:
 def _train_networks(configs: dict[str, Config], path: Path) -> list[Record]:
     """Returns the records of all networks; each is written as it comes."""
     data = load_digits(next(iter(configs.values())))
+    # At the same time, each on a device of its own where there are enough of them.
+    devices = itertools.cycle(jax.local_devices())
+    runs = [
+        train_network(config, jax.device_put(data, device))
+        for config, device in zip(configs.values(), devices, strict=False)
+    ]
     records = []
     with path.open("w") as lines, make_progress() as progress:
-        for network, config in configs.items():
-            task = progress.add_task(f"Figure 1, {network}", total=config.num_steps)
-            for record in train_network(config, data):
-                record = {**record, "network": network}
+        tasks = [
+            progress.add_task(f"Figure 1, {network}", total=config.num_steps)
+            for network, config in configs.items()
+        ]
+        # The steps of all networks are under way before the first one is waited for.
+        for reports in zip(*runs, strict=True):
+            for network, task, report in zip(configs, tasks, reports, strict=True):
+                record = {**_record(report), "network": network}
                 lines.write(json.dumps(record) + "\n")
                 records.append(record)
                 progress.update(task, completed=record["step"])
@@ -126,15 +148,14 @@ def load_digits(config: Config) -> dict[str, Array]:
     return arrays
 
 
-def train_network(config: Config, data: dict[str, Array]) -> Iterator[Record]:
-    """Yields a record before the first step and after each 500."""
-    state = init_state(config)
-    look = make_look(config)
-    yield _record(state, jax.jit(look)(state, data), {})
+def train_network(config: Config, data: dict[str, Array]) -> Iterator[Report]:
+    """Yields a report before the first step and after each 500, without waiting."""
+    state = first_state(config)
+    yield Report(0, None, *jax.jit(make_look(config))(state, data))
     block = jax.jit(make_block(config), donate_argnums=0)
-    for _ in range(config.num_steps // REPORT_EVERY):
+    for step in range(REPORT_EVERY, config.num_steps + 1, REPORT_EVERY):
         state, loss, seen = block(state, data)
-        yield _record(state, seen, {"loss": float(loss)})
+        yield Report(step, loss, *seen)
 
 
 def make_block(config: Config) -> Callable[..., tuple[TrainState, Array, Seen]]:
@@ -181,12 +202,12 @@ def make_look(config: Config) -> Callable[..., Seen]:
     return look
 
 
-def _record(state: TrainState, seen: Seen, training: Record) -> Record:
-    sums, percentiles = jax.device_get(seen)
+def _record(report: Report) -> Record:
+    step, loss, sums, percentiles = jax.device_get(report)
     count = int(sums["count"])
     return {
-        "step": int(state.step),
-        **training,
+        "step": step,
+        **({} if loss is None else {"loss": float(loss)}),
         "accuracy": float(sums["correct"]) / count,
         "count": count,
         "percentiles": [float(value) for value in percentiles],

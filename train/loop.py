@@ -1,6 +1,5 @@
 """Training: devices, checkpoints and reports around the steps."""
 
-import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,7 @@ from train.parallel import (
     sharded,
 )
 from train.record import Recorder
-from train.step import TrainState, init_state, make_train_step
+from train.step import TrainState, first_state, make_train_step
 from train.stop import StopSignal
 from train.workdir import (
     Checkpoints,
@@ -32,12 +31,6 @@ from train.workdir import (
     rewind_records,
     write_config,
 )
-
-# XLA:CPU would optimize for a minute what runs once, for a millisecond.
-FAST_COMPILE = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-}
 
 
 class Interrupted(Exception):
@@ -107,12 +100,7 @@ def _first_state(config: Config, checkpoints: Checkpoints, mesh: Mesh) -> TrainS
     latest = checkpoints.latest_step()
     if latest is not None:
         return checkpoints.restore(config, latest, replicated(mesh))
-    initialize = jax.jit(
-        functools.partial(init_state, config),
-        out_shardings=replicated(mesh),
-        compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else None,
-    )
-    return initialize()
+    return first_state(config, replicated(mesh))
 
 
 class Run:

@@ -1,5 +1,6 @@
 """One program on every device: the mesh, and a step spread over it."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,18 @@ from jax.sharding import PartitionSpec as P
 from train.config import Config, RunError
 
 AXIS = "batch"
+SIMULATED_DEVICES = 4
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def simulate_devices() -> None:
+    """Splits a lone CPU into four devices; call it before JAX is first used."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    if jax.config.values["jax_num_cpu_devices"] < 0:
+        # Says nothing about other backends: with a GPU or TPU its devices are used.
+        jax.config.update("jax_num_cpu_devices", SIMULATED_DEVICES)
 
 
 def make_mesh() -> Mesh:

@@ -19,6 +19,11 @@ from train.config import Config
 from train.data import DATASETS
 
 SMALL_IMAGE = 64  # the largest side for which the small stem is meant
+# XLA:CPU would optimize for a minute what runs once, for a millisecond.
+FAST_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 Batch = dict[str, Array]  # image (N, H, W, C) uint8, label (N,), maybe mask (N,)
 
@@ -90,6 +95,16 @@ def init_state(config: Config) -> TrainState:
         opt_state=optimizer.init(params),
         position=jnp.zeros((), jnp.int32),
     )
+
+
+def first_state(config: Config, sharding: Any = None) -> TrainState:
+    """Returns `init_state` as one program, laid out as `sharding`."""
+    initialize = jax.jit(
+        functools.partial(init_state, config),
+        out_shardings=sharding,
+        compiler_options=FAST_COMPILE if jax.default_backend() == "cpu" else None,
+    )
+    return initialize()
 
 
 def make_train_step(
