@@ -33,8 +33,8 @@ class Config:
     width: float = 1.0
     """Multiplies the channels of every layer of inception."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Of activations; parameters and the loss are float32. float64 takes
-    JAX_ENABLE_X64=1, and shows what of a difference is rounding."""
+    """Of activations; parameters and the loss are float32 or wider. float64 takes
+    JAX_ENABLE_X64=1, and shows what of a difference between runs is rounding."""
     bn_momentum: float = 0.9
     """Weight of the old running value in batch_stats."""
 
@@ -105,8 +105,8 @@ class Config:
             drawn < 2**31,
             "so small that fewer than 2³¹ examples are drawn",
         )
-        wide = self.dtype != "float64" or jax.config.values["jax_enable_x64"]
-        self._check("dtype", wide, "used with JAX_ENABLE_X64=1 in the environment")
+        known = jax.dtypes.canonicalize_dtype(self.dtype) == self.dtype
+        self._check("dtype", known, "used with JAX_ENABLE_X64=1 in the environment")
         if self.model == "mlp":
             few = self.batch_norm and self.batch_size < 2
             self._check("batch_size", not few, "at least 2 with batch normalization")

@@ -87,7 +87,8 @@ def init_state(config: Config) -> TrainState:
     # Lazily: XLA would fold the whole network's answer to an image of zeros.
     key = stream_key(config.seed, "init")
     variables = model.lazy_init(key, image, train=False)
-    params = variables["params"]
+    dtype = compute_dtype(config.dtype)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), variables["params"])
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,
