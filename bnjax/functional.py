@@ -3,28 +3,52 @@
 N examples, C features, m elements averaged per feature.
 """
 
-from typing import Any
+import functools
+import warnings
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Inexact, Shaped
 
 from bnjax.arguments import (
-    Scalar,
     affine_parameter,
     check_batch_stats,
     check_inexact,
     check_momentum,
+    check_var,
+    check_varying,
+    check_virtual_batch_size,
+    make_correction,
     per_feature,
 )
 from bnjax.reduction import (
+    Reduction,
     align_mask,
     keep_valid,
     make_reduction,
     static_global_count,
 )
-from bnjax.statistics import BatchStats, Moments, as_moments, update_batch_stats
-from bnjax.transform import Centred, Spec, affine, batch_transform, compute_dtype
+from bnjax.statistics import (
+    BatchStats,
+    CountedBatchStats,
+    Moments,
+    Stats,
+    as_moments,
+    pool_moments,
+    update_batch_stats,
+)
+from bnjax.transform import (
+    Centred,
+    Renorm,
+    Scalar,
+    Spec,
+    affine,
+    batch_transform,
+    compute_dtype,
+)
+from bnjax.virtual import Batch, split_batch
 
 
 def normalize(
@@ -56,6 +80,7 @@ def normalize(
       Shape and dtype of `x`; computed in float32 or wider.
     """
     check_inexact(x)
+    check_var(var)
     reduction = make_reduction(x.ndim, feature_axes)
     mask = align_mask(mask, x.shape)
     dtype = compute_dtype(x.dtype)
@@ -72,20 +97,22 @@ def normalize(
 
 def batch_norm(
     x: Inexact[Array, "..."],
-    batch_stats: BatchStats,
+    batch_stats: Stats,
     *,
     scale: Inexact[Array, "..."] | None = None,
     bias: Inexact[Array, "..."] | None = None,
     use_running_average: bool = False,
     update_stats: bool = True,
-    momentum: Scalar = 0.99,
+    momentum: Scalar | None = 0.99,
     epsilon: Scalar = 1e-5,
     feature_axes: int | tuple[int, ...] = -1,
     axis_name: str | tuple[str, ...] | None = None,
     axis_index_groups: Any = None,
     mask: Shaped[Array, "..."] | None = None,
     unbiased: bool = True,
-) -> tuple[Inexact[Array, "..."], BatchStats]:
+    virtual_batch_size: int | None = None,
+    renorm: Renorm | None = None,
+) -> tuple[Inexact[Array, "..."], Stats]:
     """Returns the batch-normalized `x` and the new running values (Algorithms 1, 2).
 
     In training the batch normalizes itself, with the gradient through its mean and
@@ -95,11 +122,13 @@ def batch_norm(
     Args:
       x: `(N, C)`, `(N, H, W, C)` or any other rank; real or complex floating dtype.
       batch_stats: Running values, `(C,)`, float32 or wider, the same on all devices.
-      scale: γ, `(C,)`; or of the rank of `x` and broadcasting to it. None: 1.
+      scale: γ, `(C,)`; `(N, C)` for each example; or of the rank of `x` and
+        broadcasting to it. None: 1.
       bias: β, likewise. None: 0.
       use_running_average: Static. Normalize with `batch_stats`, not with the batch.
       update_stats: Static. False: return `batch_stats` as they are.
-      momentum: Weight of the old running value, in [0, 1].
+      momentum: Weight of the old running value, in [0, 1]. None: the average over all
+        calls; `batch_stats` are `CountedBatchStats` then.
       epsilon: ε, added to the variance under the root.
       feature_axes: Static. The axes that keep statistics of their own.
       axis_name: Static. Mapped axis or axes to sum over, so that devices agree. None
@@ -108,15 +137,21 @@ def batch_norm(
       mask: True (or non-zero) where an element counts, as in `batch_moments`.
         Nothing else influences a value, a statistic or a gradient; y is 0 there.
       unbiased: Static. See `update_batch_stats`.
+      virtual_batch_size: Static. Examples, in training, that normalize each other:
+        consecutive ones of this device; what is left over joins the last group. The
+        running values move once, to the moments of all groups and devices together.
+      renorm: Batch Renormalization (Ioffe 2017), in training: γ · (x̂ · r + d) + β.
 
     Returns:
-      `y` with shape and dtype of `x`, and the new `BatchStats`. Where nothing counts
-      the running values stay and y is 0.
+      `y` with shape and dtype of `x`, and the new running values. Where nothing counts
+      the running values stay and y is 0. Values further than 1e19 from their mean
+      overflow float32 when squared: then y is β and the running variance infinite.
 
     Raises:
       TypeError: `x` is not of floating dtype, or `batch_stats` are in half precision.
-      ValueError: An argument does not fit `x`, or a feature has one single element,
-        which its own batch cannot normalize.
+      ValueError: An argument does not fit `x`, a feature has one single element,
+        which its own batch cannot normalize, or a running variance is negative or NaN
+        in evaluation (outside of jit).
       NameError: `axis_name` is not bound.
 
     >>> x = jnp.array([[1.0], [3.0]])
@@ -137,9 +172,11 @@ def batch_norm(
         return normalize(x, batch_stats.mean, batch_stats.var, **options), batch_stats
     y, moments = normalize_batch(
         x,
-        batch_stats.mean,
+        batch_stats,
         axis_name=axis_name,
         axis_index_groups=axis_index_groups,
+        virtual_batch_size=virtual_batch_size,
+        renorm=renorm,
         **options,
     )
     if update_stats:
@@ -151,7 +188,7 @@ def batch_norm(
 
 def normalize_batch(
     x: Inexact[Array, "..."],
-    shift: Inexact[Array, "*features"],
+    batch_stats: BatchStats | CountedBatchStats,
     *,
     scale: Inexact[Array, "..."] | None = None,
     bias: Inexact[Array, "..."] | None = None,
@@ -160,36 +197,72 @@ def normalize_batch(
     axis_name: str | tuple[str, ...] | None = None,
     axis_index_groups: Any = None,
     mask: Shaped[Array, "..."] | None = None,
+    virtual_batch_size: int | None = None,
+    renorm: Renorm | None = None,
     two_pass: bool = False,
-    allow_single: bool = False,
+    single: Literal["error", "warning", "fine"] = "error",
 ) -> tuple[Inexact[Array, "..."], Moments]:
     """Returns `x` normalized by its own batch, and the batch's moments; for modules.
 
     Args:
       x: As in `batch_norm`, and so are the other arguments.
-      shift: A guess of the mean, `(C,)`, the same on all devices: the running mean.
-        It changes no result beyond rounding.
+      batch_stats: The mean is a guess of the batch's, the same on all devices; without
+        `renorm` it changes no result beyond rounding.
       two_pass: Static. Find the mean first, with a second all-reduce.
-      allow_single: Static. A single element per feature is normalized to `bias`.
+      single: Static. What one element per feature is, which is normalized to β.
     """
     check_inexact(x)
     reduction = make_reduction(x.ndim, feature_axes, axis_name, axis_index_groups)
     mask = align_mask(mask, x.shape)
-    dtype = compute_dtype(x.dtype)
-    if static_global_count(x.shape, mask, reduction) == 1 and not allow_single:
-        raise ValueError(
-            f"x of shape {x.shape} has one element per feature over all devices "
-            f"(feature_axes={feature_axes}): its own batch normalizes it to 0. Train "
-            "on more examples, or pass use_running_average=True."
-        )
-    y, moments = batch_transform(
-        Spec(reduction, two_pass),
+    check_varying(batch_stats.mean, axis_name)
+    check_virtual_batch_size(virtual_batch_size, x.shape, reduction)
+    mean = per_feature(batch_stats.mean, x, reduction, "batch_stats.mean")
+    var = per_feature(batch_stats.var, x, reduction, "batch_stats.var")
+    batch = Batch(
         x,
         affine_parameter(scale, 1, x, reduction, "scale", mask),
         affine_parameter(bias, 0, x, reduction, "bias", mask),
-        jnp.asarray(epsilon, jnp.zeros((), dtype).real.dtype),
-        per_feature(shift, x, reduction, "batch_stats.mean").astype(dtype),
+        mean.astype(compute_dtype(x.dtype)),
         mask,
+        make_correction(renorm, x, mean, var),
+    )
+    transform = functools.partial(
+        _transform_batch, epsilon=epsilon, two_pass=two_pass, single=single
+    )
+    if virtual_batch_size is None:
+        return transform(batch, reduction)
+    groups = [
+        transform(group, alone)
+        for group, alone in split_batch(batch, reduction, virtual_batch_size)
+    ]
+    ys, moments = zip(*groups, strict=True)
+    y = jnp.concatenate([lax.collapse(each, 0, 2) for each in ys])
+    moments = jax.tree.map(lambda *parts: jnp.concatenate(parts), *moments)
+    return y, pool_moments(moments, reduction)
+
+
+def _transform_batch(
+    batch: Batch,
+    reduction: Reduction,
+    *,
+    epsilon: Scalar,
+    two_pass: bool,
+    single: str,
+) -> tuple[Array, Moments]:
+    """Returns `y` and moments of arrays that line up."""
+    x, scale, bias, shift, mask, correction = batch
+    if static_global_count(x.shape, mask, reduction) == 1 and single != "fine":
+        message = (
+            f"x of shape {x.shape} has one element per feature over all devices "
+            f"(reduced axes: {reduction.axes}): its own batch normalizes it to 0. "
+            "Train on more examples, or pass use_running_average=True."
+        )
+        if single == "error":
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=2)
+    epsilon = jnp.asarray(epsilon, shift.real.dtype)
+    y, moments = batch_transform(
+        Spec(reduction, two_pass), x, scale, bias, epsilon, shift, mask, correction
     )
     return y, as_moments(moments, x.shape, reduction)
 

@@ -7,11 +7,11 @@ from flax import linen as nn
 from jax import Array
 from jax.nn import initializers
 
-from bnjax.arguments import check_batch_stats, check_momentum
-from bnjax.functional import normalize, normalize_batch
+from bnjax.layer import call_layer, counts_calls, result_dtype, stored_batch_stats
+from bnjax.pooling import POOL, update_pool
 from bnjax.reduction import canonical_axes
-from bnjax.statistics import BatchStats, update_batch_stats
-from bnjax.transform import promote
+from bnjax.statistics import Moments, update_batch_stats
+from bnjax.transform import Renorm
 
 
 class BatchNorm(nn.Module):
@@ -29,7 +29,8 @@ class BatchNorm(nn.Module):
     Attributes:
       use_running_average: Normalize with the running values, not with the batch.
       axis: The feature axis or axes of the input.
-      momentum: Weight of the old running value, in [0, 1].
+      momentum: Weight of the old running value, in [0, 1]. None: the plain average
+        over all calls, whose number is kept in `batch_stats/count`.
       epsilon: ε, added to the variance under the root.
       dtype: Of the result. None: what input and parameters promote to.
       param_dtype: Of scale and bias.
@@ -45,11 +46,17 @@ class BatchNorm(nn.Module):
       force_float32_reductions: Accepted for Flax; statistics always are.
       update_stats: Move the running values in training.
       unbiased: Move the running variance by m/(m−1) times the batch's.
+      virtual_batch_size: Examples that normalize each other in training: consecutive
+        ones of a device; what is left over joins the last group. None: all.
+      renorm: Batch Renormalization in training (Ioffe 2017).
+      debias: Start the running values at 0 and read them divided by 1 − momentumᵗ
+        after t calls, kept in `batch_stats/count`; 0 and 1 before the first. So they
+        are right from the first call on.
     """
 
     use_running_average: bool | None = None
     axis: int | tuple[int, ...] = -1
-    momentum: float = 0.99
+    momentum: float | None = 0.99
     epsilon: float = 1e-5
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -63,6 +70,9 @@ class BatchNorm(nn.Module):
     force_float32_reductions: bool = True
     update_stats: bool = True
     unbiased: bool = True
+    virtual_batch_size: int | None = None
+    renorm: Renorm | None = None
+    debias: bool = False
 
     @nn.compact
     def __call__(
@@ -71,6 +81,9 @@ class BatchNorm(nn.Module):
         use_running_average: bool | None = None,
         *,
         mask: Array | None = None,
+        scale: Array | None = None,
+        bias: Array | None = None,
+        renorm: Renorm | None = None,
     ) -> Array:
         """Returns the normalized input.
 
@@ -79,61 +92,69 @@ class BatchNorm(nn.Module):
           use_running_average: Takes precedence over the module's.
           mask: True where an element counts; of the rank of `x`, or aligned with its
             leading axes: `(N,)` for examples, `(N, H, W)` for positions.
+          scale: γ in place of the module's parameter, which it then does not have:
+            `(C,)`, `(N, C)` for each example, or of the rank of `x`.
+          bias: β, likewise.
+          renorm: In place of the module's; a schedule may be traced.
 
         Returns:
           The shape of `x`, in `dtype`; 0 where masked out.
         """
-        check_momentum(self.momentum)
         if use_running_average is None:
             use_running_average = nn.merge_param(
                 "use_running_average", self.use_running_average, None
             )
         features = tuple(x.shape[axis] for axis in canonical_axes(x.ndim, self.axis))
-        mean = self.variable("batch_stats", "mean", jnp.zeros, features, jnp.float32)
-        var = self.variable("batch_stats", "var", jnp.ones, features, jnp.float32)
-        scale = self._parameter("scale", self.use_scale, self.scale_init, features)
-        bias = self._parameter("bias", self.use_bias, self.bias_init, features)
-        dtype = result_dtype(self.dtype, x, scale, bias)
-        options: dict[str, Any] = {
-            "scale": scale,
-            "bias": bias,
-            "epsilon": self.epsilon,
-            "feature_axes": self.axis,
-            "mask": mask,
-        }
-        x = x.astype(promote(x.dtype, dtype))
-        if use_running_average:
-            return normalize(x, mean.value, var.value, **options).astype(dtype)
-        check_batch_stats((mean.value, var.value))
+        stats = self._running_values(features)
+        if scale is None and self.use_scale:
+            scale = self.param("scale", self.scale_init, features, self.param_dtype)
+        if bias is None and self.use_bias:
+            bias = self.param("bias", self.bias_init, features, self.param_dtype)
         starting = self.is_initializing()
-        y, moments = normalize_batch(
+        y, moments = call_layer(
+            self,
             x,
-            mean.value,
-            axis_name=None if starting else self.axis_name,
-            axis_index_groups=None if starting else self.axis_index_groups,
-            two_pass=not self.use_fast_variance,
-            allow_single=starting,
-            **options,
+            stored_batch_stats(self, {n: each.value for n, each in stats.items()}),
+            scale=scale,
+            bias=bias,
+            use_running_average=use_running_average,
+            mask=mask,
+            renorm=self.renorm if renorm is None else renorm,
+            dtype=result_dtype(self.dtype, x, scale, bias),
+            # An unbatched call, as when shapes are tried out, has no batch to lack.
+            single="fine" if starting or x.ndim == len(features) else "error",
+            starting=starting,
         )
-        if self.update_stats and not starting:
-            mean.value, var.value = update_batch_stats(
-                BatchStats(mean.value, var.value),
-                moments,
-                momentum=self.momentum,
-                unbiased=self.unbiased,
+        if moments is not None and self.update_stats and not starting:
+            self._move(stats, moments)
+        return y
+
+    @nn.nowrap
+    def _running_values(self, features: tuple[int, ...]) -> dict[str, nn.Variable]:
+        """Returns the variables of `batch_stats`, new ones while initializing."""
+        inits = {"mean": jnp.zeros, "var": jnp.zeros if self.debias else jnp.ones}
+        if counts_calls(self):
+            inits["count"] = jnp.zeros
+        return {
+            name: self.variable("batch_stats", name, init, features, jnp.float32)
+            for name, init in inits.items()
+        }
+
+    @nn.nowrap
+    def _move(self, stats: dict[str, nn.Variable], moments: Moments) -> None:
+        """Moves the running values towards a batch, or to all that are pooled."""
+        options: dict[str, Any] = {
+            "momentum": self.momentum,
+            "unbiased": self.unbiased,
+        }
+        if self.has_variable("batch_stats", POOL):
+            pool = self.get_variable("batch_stats", POOL)
+            pool, new = update_pool(pool, moments, **options)
+            self.put_variable("batch_stats", POOL, pool)
+        else:
+            values = {name: each.value for name, each in stats.items()}
+            new = update_batch_stats(
+                stored_batch_stats(self, values), moments, **options
             )
-        return y.astype(dtype)
-
-    def _parameter(
-        self, name: str, used: bool, init: Any, features: tuple[int, ...]
-    ) -> Array | None:
-        return self.param(name, init, features, self.param_dtype) if used else None
-
-
-def result_dtype(dtype: Any, *values: Array | None) -> Any:
-    """Returns `dtype`, or else what the values promote to, by the rule of Flax."""
-    if dtype is not None:
-        return jnp.dtype(dtype)
-    dtype = promote(*(value.dtype for value in values if value is not None))
-    inexact = jnp.issubdtype(dtype, jnp.inexact)
-    return dtype if inexact else promote(dtype, jnp.float32)
+        for name, variable in stats.items():
+            variable.value = getattr(new, name)

@@ -3,15 +3,21 @@
 N examples, C features, m elements averaged per feature.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Inexact, Shaped
 
-from bnjax.arguments import Scalar, check_inexact, check_momentum
-from bnjax.reduction import Reduction, align_mask, keep_valid, make_reduction
-from bnjax.transform import Centred, Spec, centre, compute_dtype
+from bnjax.arguments import check_inexact, check_momentum
+from bnjax.reduction import (
+    Reduction,
+    align_mask,
+    all_reduce,
+    keep_valid,
+    make_reduction,
+)
+from bnjax.transform import Centred, Scalar, Spec, centre, compute_dtype
 
 
 class Moments(NamedTuple):
@@ -28,6 +34,18 @@ class BatchStats(NamedTuple):
 
     mean: Inexact[Array, "*features"]  # E[x]
     var: Float[Array, "*features"]  # Var[x]; unbiased unless asked otherwise
+
+
+class CountedBatchStats(NamedTuple):
+    """Running values that know how often they moved; for `momentum=None`."""
+
+    mean: Inexact[Array, "*features"]  # E[x]
+    var: Float[Array, "*features"]  # Var[x]; unbiased unless asked otherwise
+    # calls; the name hides an idle method of tuple
+    count: Float[Array, "*features"]  # type: ignore[assignment]
+
+
+Stats = TypeVar("Stats", BatchStats, CountedBatchStats)
 
 
 def init_batch_stats(features: int | tuple[int, ...]) -> BatchStats:
@@ -107,30 +125,38 @@ def merge_moments(a: Moments, b: Moments) -> Moments:
 
 
 def update_batch_stats(
-    batch_stats: BatchStats,
+    batch_stats: Stats,
     moments: Moments,
     *,
-    momentum: Scalar = 0.99,
+    momentum: Scalar | None = 0.99,
     unbiased: bool = True,
-) -> BatchStats:
+) -> Stats:
     """Returns the running values moved towards a batch; they carry no gradient.
 
     Args:
       batch_stats: The old values, `(C,)`.
       moments: Of one batch, `(C,)`.
-      momentum: Weight of the old value, in [0, 1]. PyTorch's is one minus this.
+      momentum: Weight of the old value, in [0, 1]. PyTorch's is one minus this. None:
+        the plain average over the calls that moved the values, which takes
+        `CountedBatchStats`.
       unbiased: Static. True: the batch adds m/(m−1) · var, the population's variance
         of Algorithm 2, step 10. False: var, as Flax does.
 
     Returns:
-      Values of the dtype of `batch_stats`; the mean of complex input is complex. A
-      feature with nothing to count keeps its
-      values bit for bit, one with a single element its variance.
+      Values of the type and dtype of `batch_stats`; the mean of complex input is
+      complex. A feature with nothing to count keeps its values bit for bit; one with a
+      single element keeps its variance, and all of `CountedBatchStats`.
 
     Raises:
-      ValueError: `momentum` is a number outside [0, 1].
+      ValueError: `momentum` is a number outside [0, 1], or None without a count.
     """
     check_momentum(momentum)
+    counted = isinstance(batch_stats, CountedBatchStats)
+    if momentum is None and not counted:
+        raise ValueError(
+            "momentum=None averages over all calls, whose number must be known: give "
+            "CountedBatchStats(mean, var, count=zeros), or a momentum in [0, 1]."
+        )
     mean, var, count = moments
     if unbiased:
         var = var * (count / jnp.maximum(count - 1, jnp.ones_like(count)))
@@ -138,12 +164,79 @@ def update_batch_stats(
     def move(old: Array, new: Array, defined: Array) -> Array:
         if jnp.issubdtype(new.dtype, jnp.complexfloating):
             old = old.astype(new.dtype)
-        keep = jnp.asarray(momentum, old.real.dtype).astype(old.dtype)
-        moved = keep * old + (1 - keep) * new.astype(old.dtype)
+        keep, rate = _weights(batch_stats, momentum, old.real.dtype)
+        moved = keep.astype(old.dtype) * old
+        moved = moved + rate.astype(old.dtype) * new.astype(old.dtype)
         return lax.stop_gradient(jnp.where(defined, moved, old))
 
-    return BatchStats(
-        move(batch_stats.mean, mean, count > 0), move(batch_stats.var, var, count > 1)
+    several = count > 1
+    var = move(batch_stats.var, var, several)
+    if not isinstance(batch_stats, CountedBatchStats):
+        return BatchStats(move(batch_stats.mean, mean, count > 0), var)
+    mean = move(batch_stats.mean, mean, several)
+    calls = batch_stats.count + several.astype(batch_stats.count.dtype)
+    return CountedBatchStats(mean, var, calls)
+
+
+def _weights(
+    batch_stats: Stats, momentum: Scalar | None, dtype: Any
+) -> tuple[Array, Array]:
+    """Returns the weights of the old value and of the batch."""
+    if momentum is None:
+        assert isinstance(batch_stats, CountedBatchStats)
+        calls = batch_stats.count.astype(dtype)
+        return calls / (calls + 1), 1 / (calls + 1)
+    keep = jnp.asarray(momentum, dtype)
+    return keep, 1 - keep
+
+
+def debias_batch_stats(
+    batch_stats: CountedBatchStats, momentum: Scalar | None
+) -> BatchStats:
+    """Returns running values that started at 0, divided by 1 − momentumᵗ.
+
+    So that after t calls they are a weighted average of the t batches alone; 0 and 1
+    before the first. With a momentum of None they are one already.
+    """
+    mean, var, calls = batch_stats
+    updated = calls > 0
+    keep = jnp.asarray(0 if momentum is None else momentum, calls.dtype)
+    # 1 − keepᵗ would cancel where keep is close to 1, and log(0) is −∞, times t > 0.
+    weight = -jnp.expm1(jnp.where(updated, calls, 1) * jnp.log1p(keep - 1))
+    # A momentum of 1 has seen nothing.
+    updated &= weight > 0
+    weight = jnp.where(updated, weight, jnp.ones_like(weight))
+
+    def read(value: Array, start: int) -> Array:
+        fair = value / weight.astype(value.dtype)
+        return jnp.where(updated, fair, jnp.full_like(value, start))
+
+    return BatchStats(read(mean, 0), read(var, 1))
+
+
+def pool_moments(moments: Moments, reduction: Reduction) -> Moments:
+    """Returns the moments of all sets along the first axis, and on all devices.
+
+    Two all-reduces, small ones, and accurate for any means.
+    """
+    count = moments.count
+    total = all_reduce(count.sum(0), reduction)
+    share = count / jnp.maximum(total, jnp.ones_like(total))[None]
+    counts = count > 0
+    mean = jnp.where(counts, moments.mean, jnp.zeros_like(moments.mean))
+    var = jnp.where(counts, moments.var, jnp.zeros_like(moments.var))
+
+    def average(values: Array) -> Array:
+        return all_reduce((share.astype(values.dtype) * values).sum(0), reduction)
+
+    centre = average(mean)
+    # The first sum is off by the rounding of its largest terms; these are small.
+    apart = jnp.where(counts, mean - centre[None], jnp.zeros_like(mean))
+    residual = average(apart)
+    spread = average(var + jnp.square(jnp.abs(apart)))
+    spread = spread - jnp.square(jnp.abs(residual))
+    return Moments(
+        centre + residual, jnp.maximum(spread, jnp.zeros_like(spread)), total
     )
 
 

@@ -24,6 +24,9 @@ from bnjax.reduction import (
 FAR = 4.0
 
 
+Scalar = float | int | Float[Array, ""]
+
+
 class Centred(NamedTuple):
     """Moments of `x` about a shift near its mean: μ is `shift + residual`.
 
@@ -36,6 +39,25 @@ class Centred(NamedTuple):
     var: Float[Array, "..."]  # kept; σ², biased
     # kept or scalar; m over all devices; the name hides an idle method of tuple
     count: Float[Array, "..."]  # type: ignore[assignment]
+
+
+class Renorm(NamedTuple):
+    """How far Batch Renormalization may correct a batch (Ioffe 2017).
+
+    Both may be traced, so that a schedule is data. 1 and 0 correct nothing.
+    """
+
+    r_max: Scalar  # at least 1; r = σ_batch / σ_running is clipped to [1/r_max, r_max]
+    d_max: Scalar  # at least 0; d = (μ_batch − μ_running) / σ_running, to ±d_max
+
+
+class Correction(NamedTuple):
+    """Batch Renormalization of one call: limits, and running values to lean on."""
+
+    r_max: Float[Array, ""]
+    d_max: Float[Array, ""]
+    mean: Inexact[Array, "..."]  # kept
+    var: Float[Array, "..."]  # kept
 
 
 class Spec(NamedTuple):
@@ -146,6 +168,7 @@ def batch_transform(
     epsilon: Float[Array, ""],
     shift: Inexact[Array, "..."],
     mask: Bool[Array, "..."] | None,
+    correction: Correction | None,
 ) -> tuple[Inexact[Array, "..."], Centred]:
     """Returns `x` normalized by its own batch (Algorithm 1), and the batch's moments.
 
@@ -157,11 +180,12 @@ def batch_transform(
       epsilon: ε.
       shift: Kept; a guess of the mean that all devices share: the running mean.
       mask: Of the rank of `x`; True where an element counts.
+      correction: Takes the result part of the way to the running values.
 
     Returns:
       `y` like `x`, 0 where masked out; and the moments.
     """
-    return _transform(spec, x, scale, bias, epsilon, shift, mask)
+    return _transform(spec, x, scale, bias, epsilon, shift, mask, correction)
 
 
 def _transform(
@@ -172,14 +196,29 @@ def _transform(
     epsilon: Array,
     shift: Array,
     mask: Array | None,
+    correction: Correction | None,
 ) -> tuple[Array, Centred]:
     wide = keep_valid(x.astype(compute_dtype(x.dtype)), mask)
     # One running mean poisoned by a NaN must not spoil every batch that follows.
     shift = jnp.where(jnp.isfinite(shift), shift, jnp.zeros_like(shift))
     moments = centre(wide, lax.stop_gradient(shift), mask, spec, 0.01 * epsilon)
+    if correction is not None:
+        r, d = _renorm(moments, epsilon, correction)
+        scale, bias = scale * r.astype(scale.dtype), bias + scale * d
     multiplier = scale * lax.rsqrt(moments.var + epsilon).astype(scale.dtype)
     y = affine(wide, moments, multiplier, bias)
     return keep_valid(y.astype(x.dtype), mask), moments
+
+
+def _renorm(
+    moments: Centred, epsilon: Array, correction: Correction
+) -> tuple[Array, Array]:
+    """Returns r and d of Batch Renormalization; constants to the gradient."""
+    r_max, d_max, mean, var = correction
+    running = jnp.sqrt(var + epsilon)
+    r = jnp.clip(jnp.sqrt(moments.var + epsilon) / running, 1 / r_max, r_max)
+    d = (moments.shift - mean) + moments.residual
+    return r, jnp.clip(d / running, -d_max, d_max)
 
 
 def affine(x: Array, moments: Centred, multiplier: Array, bias: Array) -> Array:
@@ -195,11 +234,17 @@ def _batch_transform_jvp(spec: Spec, primals: tuple, tangents: tuple) -> tuple:
     since JAX transposes that by itself in each parallel mode, sums over devices
     included, and can differentiate it again.
     """
-    x, scale, _, epsilon, _, mask = primals
+    x, scale, _, epsilon, _, mask, correction = primals
     y, moments = _transform(spec, *primals)
     # Rematerialized, so that what waits for the backward pass is `x` as it came.
     linear = jax.checkpoint(functools.partial(_tangents, spec), prevent_cse=False)
-    return (y, moments), linear(x, mask, moments, scale, epsilon, tangents[:4])
+    t, scale_t, bias_t, epsilon_t = tangents[:4]
+    if correction is not None:
+        r, d = _renorm(moments, epsilon, correction)
+        bias_t = bias_t + d * scale_t
+        scale, scale_t = (value * r.astype(value.dtype) for value in (scale, scale_t))
+    tangents = (t, scale_t, bias_t, epsilon_t)
+    return (y, moments), linear(x, mask, moments, scale, epsilon, tangents)
 
 
 def _tangents(

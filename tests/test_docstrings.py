@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -22,5 +23,10 @@ MODULES = [
 def test_the_examples_in_docstrings_are_right(name, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     module = importlib.import_module(name)
-    extra = {"jnp": jnp, "jax": jax, **vars(bnjax)}
+    public = {
+        name: value
+        for name, value in vars(bnjax).items()
+        if not isinstance(value, types.ModuleType)
+    }
+    extra = {"jnp": jnp, "jax": jax, **public}
     assert doctest.testmod(module, extraglobs=extra).failed == 0

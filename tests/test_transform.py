@@ -162,7 +162,8 @@ def test_a_loss_of_result_and_moments_has_the_right_gradient():
         x, weight = arguments(dtype="float64")[0], jnp.array([1.0, -3.0])
 
         def loss(x):
-            y, moments = normalize_batch(x, jnp.array([2.5, 90.0]))
+            start = bnjax.BatchStats(jnp.array([2.5, 90.0]), jnp.ones(2))
+            y, moments = normalize_batch(x, start)
             return cost(y) + (weight * moments.mean**2 + moments.var**2).sum()
 
         assert_derivative_is_right(loss, (x,))
