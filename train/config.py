@@ -51,6 +51,9 @@ class Config:
 
     batch_size: int = 32
     """Global: the sum over all devices."""
+    accumulate: int = 1
+    """Microbatches that a step takes its batch in, one after the other, to fit into
+    memory. Each is normalized by itself; the running values move once a step."""
     num_steps: int = 2_100_000
     """Updates of the parameters."""
     learning_rate: float = 0.0015
@@ -81,6 +84,7 @@ class Config:
         """Raises on a value that no run can have."""
         positive = (
             "batch_size",
+            "accumulate",
             "num_steps",
             "width",
             "decay_rate",
@@ -97,6 +101,8 @@ class Config:
             self._check(name, getattr(self, name) >= 0, "at least 0")
         for name in ("bn_momentum", "sgd_momentum"):
             self._check(name, 0 <= getattr(self, name) <= 1, "in [0, 1]")
+        even = self.batch_size % self.accumulate == 0
+        self._check("accumulate", even, f"a divisor of batch_size={self.batch_size}")
         self._check("dropout_rate", 0 <= self.dropout_rate < 1, "in [0, 1)")
         self._check("seed", self.seed < 2**31, "less than 2³¹")
         drawn = self.batch_size * self.num_steps
@@ -108,8 +114,9 @@ class Config:
         known = jax.dtypes.canonicalize_dtype(self.dtype) == self.dtype
         self._check("dtype", known, "used with JAX_ENABLE_X64=1 in the environment")
         if self.model == "mlp":
-            few = self.batch_norm and self.batch_size < 2
-            self._check("batch_size", not few, "at least 2 with batch normalization")
+            few = self.batch_norm and self.batch_size // self.accumulate < 2
+            least = f"at least {2 * self.accumulate} with batch normalization"
+            self._check("batch_size", not few, least)
             for name in ("dropout_rate", "local_response_norm", "width"):
                 default = (
                     getattr(self, name) == type(self).__dataclass_fields__[name].default

@@ -42,10 +42,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def check_layout(config: Config, mesh: Mesh) -> None:
     """Raises unless the run can be spread over the devices."""
-    if config.batch_size % mesh.size:
+    parts = mesh.size * config.accumulate
+    if config.batch_size % parts:
+        times = (
+            f" times accumulate={config.accumulate}" if config.accumulate > 1 else ""
+        )
         raise RunError(
             f"batch_size={config.batch_size} is the global batch and does not divide "
-            f"over {mesh.size} devices. Choose a multiple of {mesh.size}."
+            f"over {mesh.size} devices{times}. Choose a multiple of {parts}."
         )
     if config.parallel == "pmap" and jax.process_count() > 1:
         raise RunError(

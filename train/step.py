@@ -14,6 +14,7 @@ import bnjax
 from bnjax.linen import BatchNorm
 from bnjax.models import MLP, Inception
 from bnjax.transform import compute_dtype
+from train.accumulation import add_microbatches
 from train.augment import augment, standardize
 from train.config import Config
 from train.data import DATASETS
@@ -120,6 +121,7 @@ def make_train_step(
         seed=config.seed,
         axis_name=axis_name,
         sum_gradients=sum_gradients,
+        accumulate=config.accumulate,
     )
 
 
@@ -149,6 +151,7 @@ def train_step(
     seed: int,
     axis_name: str | None,
     sum_gradients: bool,
+    accumulate: int,
 ) -> tuple[TrainState, dict[str, Array]]:
     """Returns the state after one update, and metrics; the same on all devices.
 
@@ -163,6 +166,8 @@ def train_step(
       sum_gradients: True under pmap and unchecked shard_map, where the gradient of
         this device's part of the loss is taken and summed. False under shard_map
         with check_vma, where the gradient of the global loss arrives summed.
+      accumulate: How many microbatches to take the batch in, one after the other. Each
+        is normalized by itself.
 
     Returns:
       The state, and sums over the global batch: `loss`, `correct`, `count`, and the
@@ -171,35 +176,40 @@ def train_step(
     prepare_key, dropout_key = jax.random.split(
         jax.random.fold_in(stream_key(seed, "noise"), state.step)
     )
-    keys = row_keys(prepare_key, batch["label"].shape[0], axis_name)
-    images = prepare(keys, batch["image"])
-    mask = batch.get("mask")
+    keys = row_keys(prepare_key, len(batch["label"]), axis_name)
+    batch = {**batch, "image": prepare(keys, batch["image"])}
 
     def total(value: Any) -> Any:
         return value if axis_name is None else lax.psum(value, axis_name)
 
-    def loss_fn(params: Any) -> tuple[Array, tuple[Any, dict[str, Array]]]:
-        logits, updates = model.apply(
-            {"params": params, "batch_stats": state.batch_stats},
-            images,
-            train=True,
-            mask=mask,
-            mutable=["batch_stats"],
-            rngs={"dropout": dropout_key},
-        )
-        sums = metrics_of(logits, batch)
-        # A batch may have no valid example left; then its gradient is 0.
-        count = jnp.maximum(total(sums["count"]), 1)
-        loss = sums["loss"] / count.astype(sums["loss"].dtype)
-        batch_stats = updates.get("batch_stats", {})
-        return loss if sum_gradients else total(loss), (batch_stats, sums)
+    # A batch may have no valid example left; then its gradient is 0.
+    count = jnp.maximum(total(batch.get("mask", jnp.ones_like(keys, bool)).sum()), 1)
 
-    gradient_of = jax.grad(loss_fn, has_aux=True)
-    gradients, (batch_stats, sums) = gradient_of(state.params)
+    def loss_fn(
+        params: Any, batch_stats: Any, part: Batch, key: Array
+    ) -> tuple[Array, tuple[Any, dict[str, Array]]]:
+        logits, updates = model.apply(
+            {"params": params, "batch_stats": batch_stats},
+            part["image"],
+            train=True,
+            mask=part.get("mask"),
+            mutable=["batch_stats"],
+            rngs={"dropout": key},
+        )
+        sums = metrics_of(logits, part)
+        loss = sums["loss"] / count.astype(sums["loss"].dtype)
+        loss = loss if sum_gradients else total(loss)
+        return loss, (updates.get("batch_stats", {}), total(sums))
+
+    gradient_of = functools.partial(jax.grad(loss_fn, has_aux=True), state.params)
+    if accumulate == 1:
+        found = gradient_of(state.batch_stats, batch, dropout_key)
+    else:
+        found = add_microbatches(gradient_of, state, batch, dropout_key, accumulate)
+    gradients, (batch_stats, metrics) = found
     if sum_gradients:
         gradients = total(gradients)
     updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-    metrics = total(sums)
     new = TrainState(
         state.step + 1,
         optax.apply_updates(state.params, updates),
