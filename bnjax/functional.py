@@ -37,6 +37,7 @@ from bnjax.statistics import (
     Stats,
     as_moments,
     pool_moments,
+    squeeze,
     update_batch_stats,
 )
 from bnjax.transform import (
@@ -230,15 +231,15 @@ def normalize_batch(
         _transform_batch, epsilon=epsilon, two_pass=two_pass, single=single
     )
     if virtual_batch_size is None:
-        return transform(batch, reduction)
-    groups = [
-        transform(group, alone)
-        for group, alone in split_batch(batch, reduction, virtual_batch_size)
-    ]
-    ys, moments = zip(*groups, strict=True)
-    y = jnp.concatenate([lax.collapse(each, 0, 2) for each in ys])
-    moments = jax.tree.map(lambda *parts: jnp.concatenate(parts), *moments)
-    return y, pool_moments(moments, reduction)
+        y, moments = transform(batch, reduction)
+        return y, as_moments(moments, x.shape, reduction)
+    ys, parts = [], []
+    for group, alone in split_batch(batch, reduction, virtual_batch_size):
+        y, moments = transform(group, alone)
+        ys.append(lax.collapse(y, 0, 2))
+        parts.append(squeeze(moments, group.x.shape, alone))
+    moments = jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+    return jnp.concatenate(ys), pool_moments(moments, reduction)
 
 
 def _transform_batch(
@@ -248,7 +249,7 @@ def _transform_batch(
     epsilon: Scalar,
     two_pass: bool,
     single: str,
-) -> tuple[Array, Moments]:
+) -> tuple[Array, Centred]:
     """Returns `y` and moments of arrays that line up."""
     x, scale, bias, shift, mask, correction = batch
     if static_global_count(x.shape, mask, reduction) == 1 and single != "fine":
@@ -261,10 +262,9 @@ def _transform_batch(
             raise ValueError(message)
         warnings.warn(message, stacklevel=2)
     epsilon = jnp.asarray(epsilon, shift.real.dtype)
-    y, moments = batch_transform(
+    return batch_transform(
         Spec(reduction, two_pass), x, scale, bias, epsilon, shift, mask, correction
     )
-    return y, as_moments(moments, x.shape, reduction)
 
 
 def inference_affine(

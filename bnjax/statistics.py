@@ -14,10 +14,18 @@ from bnjax.reduction import (
     Reduction,
     align_mask,
     all_reduce,
+    feature_shape,
     keep_valid,
     make_reduction,
 )
-from bnjax.transform import Centred, Scalar, Spec, centre, compute_dtype
+from bnjax.transform import (
+    Centred,
+    Scalar,
+    Spec,
+    abs_square,
+    centre,
+    compute_dtype,
+)
 
 
 class Moments(NamedTuple):
@@ -214,38 +222,51 @@ def debias_batch_stats(
     return BatchStats(read(mean, 0), read(var, 1))
 
 
-def pool_moments(moments: Moments, reduction: Reduction) -> Moments:
-    """Returns the moments of all sets along the first axis, and on all devices.
+def pool_moments(parts: Centred, reduction: Reduction) -> Moments:
+    """Returns the moments of all parts together.
 
-    Two all-reduces, small ones, and accurate for any means.
+    Args:
+      parts: `(K, *features)` each, moments of K sets of elements on this device.
+      reduction: Its devices pool theirs too, by two all-reduces of `(C,)`.
     """
-    count = moments.count
-    total = all_reduce(count.sum(0), reduction)
-    share = count / jnp.maximum(total, jnp.ones_like(total))[None]
-    counts = count > 0
-    mean = jnp.where(counts, moments.mean, jnp.zeros_like(moments.mean))
-    var = jnp.where(counts, moments.var, jnp.zeros_like(moments.var))
+    total = all_reduce(parts.count.sum(0), reduction)
+    share = parts.count / jnp.maximum(total, jnp.ones_like(total))[None]
+    shift, residual, var = (
+        jnp.where(parts.count > 0, value, jnp.zeros_like(value)) for value in parts[:3]
+    )
 
     def average(values: Array) -> Array:
         return all_reduce((share.astype(values.dtype) * values).sum(0), reduction)
 
-    centre = average(mean)
-    # The first sum is off by the rounding of its largest terms; these are small.
-    apart = jnp.where(counts, mean - centre[None], jnp.zeros_like(mean))
-    residual = average(apart)
-    spread = average(var + jnp.square(jnp.abs(apart)))
-    spread = spread - jnp.square(jnp.abs(residual))
-    return Moments(
-        centre + residual, jnp.maximum(spread, jnp.zeros_like(spread)), total
+    # About a point near all of them, since their squares would cancel about 0.
+    centre = average(shift)
+    apart = jnp.where(
+        parts.count > 0, (shift - centre[None]) + residual, jnp.zeros_like(shift)
     )
+    step = average(apart)
+    spread = average(var + abs_square(apart)) - abs_square(step)
+    return Moments(centre + step, jnp.maximum(spread, jnp.zeros_like(spread)), total)
 
 
 def as_moments(
     centred: Centred, shape: tuple[int, ...], reduction: Reduction
 ) -> Moments:
     """Returns the moments of an array of that shape, one value per feature."""
-    mean = (centred.shift + centred.residual).squeeze(reduction.axes)
-    var = centred.var.squeeze(reduction.axes)
+    shift, residual, var, count = squeeze(centred, shape, reduction)
+    return Moments(shift + residual, var, count)
+
+
+def squeeze(centred: Centred, shape: tuple[int, ...], reduction: Reduction) -> Centred:
+    """Returns the parts of the moments, one value per feature."""
+    features = feature_shape(shape, reduction)
     count = centred.count
-    count = count.squeeze(reduction.axes) if count.ndim == len(shape) else count
-    return Moments(mean, var, jnp.broadcast_to(count, var.shape))
+    return Centred(
+        *(
+            jnp.broadcast_to(value.squeeze(reduction.axes), features)
+            for value in (centred.shift, centred.residual, centred.var)
+        ),
+        count=jnp.broadcast_to(
+            count.squeeze(reduction.axes) if count.ndim == len(shape) else count,
+            features,
+        ),
+    )
