@@ -160,10 +160,11 @@ class BatchNorm(nnx.Module):
             bias = self.bias[...]
         stats = self._running_values()
         values = {name: variable[...] for name, variable in stats.items()}
-        promoted = jax.eval_shape(
-            lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype)[0],
-            *(x, values["mean"], values["var"], scale, bias),
-        )
+        with jax.numpy_dtype_promotion("standard"):
+            promoted = jax.eval_shape(
+                lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype)[0],
+                *(x, values["mean"], values["var"], scale, bias),
+            )
         y, moments = call_layer(
             self,
             x,
