@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import bnjax
 from bnjax import reduction
+from bnjax.linen import BatchNorm
+from bnjax.models.inception import MODULES, InceptionModule
 
 START = bnjax.init_batch_stats(2)
 
@@ -270,3 +272,27 @@ def test_statistics_of_one_device_may_not_pass_for_those_of_all():
     )
     with pytest.raises(ValueError, match="out_specs"):
         jax.jit(mapped).lower(batch())
+
+
+def test_parallel_branches_share_their_sums():
+    module = InceptionModule(
+        row=MODULES["inception_3a"],
+        width=0.125,
+        norm=functools.partial(BatchNorm, axis_name="i"),
+        activation=jax.nn.relu,
+        kernel_init=jax.nn.initializers.normal(),
+        dtype=jnp.float32,
+    )
+    x = jnp.zeros((4, 4, 4, 8))
+    variables = jax.eval_shape(lambda: module.init(jax.random.key(0), x, train=False))
+    mapped = jax.shard_map(
+        lambda variables, x: module.apply(
+            variables, x, train=True, mutable=["batch_stats"]
+        )[0],
+        mesh=mesh(),
+        in_specs=(P(), P("i")),
+        out_specs=P("i"),
+    )
+    always, _ = all_reduces(mapped, variables, x)
+    # Seven layers, three of them one behind the other; XLA:CPU joins the others.
+    assert 3 <= always < 6
