@@ -1,4 +1,4 @@
-"""The README's examples run as they stand."""
+"""The examples of README and docs run as they stand."""
 
 import pathlib
 import re
@@ -7,19 +7,28 @@ import jax
 import numpy as np
 import pytest
 
-README = pathlib.Path(__file__).parents[1] / "README.md"
+ROOT = pathlib.Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def names():
-    examples = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(examples) == 2
-    variables = {}
+def run_examples(page):
+    """Runs the examples of a page in order; returns the names that they make."""
+    examples = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    variables = {"__name__": "__main__"}
     # A reader has the default settings.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         for example in examples:
             exec(example, variables)
     return variables
+
+
+@pytest.fixture(scope="module")
+def names():
+    return run_examples(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("page", ["recipes", "nnx"])
+def test_the_examples_of_the_docs_run(page):
+    run_examples(ROOT / "docs" / f"{page}.md")
 
 
 def test_the_first_example_normalizes_and_moves_the_running_values(names):
