@@ -32,7 +32,7 @@ def start_pooling(batch_stats: Any) -> Any:
     they are right after each one. Also under `lax.scan`, `nn.scan` and `nn.vmap`.
 
     Args:
-      batch_stats: The collection of a model of `bnjax.linen.BatchNorm`s.
+      batch_stats: The collection of a model with `bnjax.linen.BatchNorm` layers.
 
     >>> stats = start_pooling({"bn": {"mean": jnp.zeros(3), "var": jnp.ones(3)}})
     >>> sorted(stats["bn"])

@@ -90,6 +90,7 @@ def init_state(config: Config) -> TrainState:
     variables = model.lazy_init(key, image, train=False)
     dtype = compute_dtype(config.dtype)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), variables["params"])
+    bnjax.check_optimizer_tree(params)
     return TrainState(
         step=jnp.zeros((), jnp.int32),
         params=params,

@@ -1,4 +1,4 @@
-"""Which parameters an L2 penalty may shrink (bnjax.weight_decay)."""
+"""What an optimizer may touch, and what an L2 penalty may shrink."""
 
 import chex
 import jax
@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 
 import bnjax
+import bnjax.nnx
 from bnjax.linen import BatchNorm
 
 
@@ -88,3 +89,45 @@ def test_decay_by_optax_leaves_scale_and_bias_alone():
     updates, _ = rule.update(zero, state, params)
     chex.assert_trees_all_equal(updates["bn"], zero["bn"])
     np.testing.assert_allclose(updates["w"], [0.1, 0.1], rtol=1e-6)
+
+
+def linen_variables():
+    return jax.eval_shape(Block().init, jax.random.key(0), jnp.ones((2, 3)))
+
+
+def nnx_model():
+    return nnx.Sequential(
+        nnx.Linear(2, 3, rngs=nnx.Rngs(0)), bnjax.nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    )
+
+
+WRONG = {
+    "all Linen variables": linen_variables,
+    "the collection of statistics": lambda: linen_variables()["batch_stats"],
+    "an NNX model": nnx_model,
+    "the whole NNX state": lambda: nnx.state(nnx_model()),
+    "the NNX state as plain dicts": lambda: nnx.to_pure_dict(nnx.state(nnx_model())),
+}
+
+
+@pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
+def test_running_statistics_are_nothing_for_an_optimizer(make):
+    with pytest.raises(ValueError, match=r"given running statistics: .*mean"):
+        bnjax.check_optimizer_tree(make())
+
+
+RIGHTFUL = {
+    "Linen parameters": lambda: linen_variables()["params"],
+    "NNX parameters": lambda: nnx.state(nnx_model(), nnx.Param),
+    "layers that are called mean and var": lambda: {
+        "mean": {"kernel": 1.0},
+        "var": {"kernel": 1.0},
+    },
+    "a mean and a var among others": lambda: {"mean": 1.0, "var": 1.0, "kernel": 1.0},
+    "a single array": lambda: jnp.ones(3),
+}
+
+
+@pytest.mark.parametrize("make", RIGHTFUL.values(), ids=RIGHTFUL)
+def test_parameters_are_for_an_optimizer(make):
+    bnjax.check_optimizer_tree(make())
