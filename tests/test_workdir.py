@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import Mesh
 
 from train.config import RUNS, RunError
+from train.lock import WorkdirLock
 from train.parallel import AXIS, replicated
 from train.step import TrainState
 from train.workdir import (
@@ -203,3 +204,17 @@ def test_a_state_comes_back_on_the_devices_asked_for(
         state = checkpoints.restore(RUN, 1, replicated(mesh))
     assert len(state.params["w"].devices()) == num_devices
     jax.tree.map(np.testing.assert_array_equal, state, make_state(1))
+
+
+def test_two_commands_do_not_work_in_one_folder(tmp_path):
+    with (
+        WorkdirLock(tmp_path),
+        pytest.raises(RunError, match="Another command is at work in"),
+    ):
+        WorkdirLock(tmp_path)
+
+
+def test_a_folder_is_free_again_after_the_command(tmp_path):
+    for _ in range(2):
+        with WorkdirLock(tmp_path):
+            assert (tmp_path / "lock").exists()

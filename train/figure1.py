@@ -14,6 +14,7 @@ from jax import Array, lax
 from train.augment import standardize
 from train.config import RUNS, Config, RunError
 from train.data import DATASETS, check_data, epoch_order, load_arrays
+from train.lock import WorkdirLock
 from train.plot import plot_figure1
 from train.record import make_progress
 from train.step import (
@@ -79,7 +80,8 @@ def run_figure1(
     free = FREE - {"num_steps"}
     claim_workdir(workdir, configs["with BN"], free=free, file=CONFIG)
     if not finished:
-        records = _train_networks(configs, workdir / METRICS)
+        with WorkdirLock(workdir):
+            records = _train_networks(configs, workdir / METRICS)
     path = workdir / "figure1.png"
     plot_figure1(records, caption(configs["with BN"])).savefig(path)
     print(compare(records))

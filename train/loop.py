@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from train.config import Config, RunError
 from train.data import check_data, train_batches
 from train.evaluation import Evaluation, Metrics
+from train.lock import WorkdirLock
 from train.parallel import (
     AXIS,
     check_layout,
@@ -54,7 +55,8 @@ def train(config: Config, workdir: Path, *, name: str = "train") -> Metrics:
       examples.
 
     Raises:
-      RunError: The batch does not divide over the devices, or `workdir` is another's.
+      RunError: The batch does not divide over the devices, or `workdir` is another's,
+        or in use.
       Diverged: With the step; the last good checkpoint stays.
       Interrupted: SIGTERM came; the state is saved.
     """
@@ -63,7 +65,11 @@ def train(config: Config, workdir: Path, *, name: str = "train") -> Metrics:
     # First of all: a run without data shall leave no workdir behind.
     check_data(config.dataset, config.data_dir)
     claim_workdir(workdir, config)
-    with StopSignal() as stop, Checkpoints(workdir, config.keep) as checkpoints:
+    with (
+        WorkdirLock(workdir),
+        StopSignal() as stop,
+        Checkpoints(workdir, config.keep) as checkpoints,
+    ):
         state = _first_state(config, checkpoints, mesh)
         done = int(state.step)
         if done > config.num_steps:
