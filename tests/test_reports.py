@@ -1,4 +1,4 @@
-"""What users of other libraries reported, with their numbers: masks, devices."""
+"""What users of other libraries reported, with their numbers: the pure functions."""
 
 import functools
 
@@ -24,7 +24,7 @@ def over_two(function, *args):
 
 def sharded_gradients(check_vma, reduce):
     """dγ and dβ of mean(w · y) for x = 0..7 on four devices."""
-    x, weight = jnp.arange(8.0)[:, None], jnp.arange(8.0)[:, None] % 3 - 1.5
+    x, weight = jnp.arange(8.0)[:, None], jnp.linspace(1.0, -2.0, 8)[:, None]
 
     def here(params, x, weight):
         def loss(params):
@@ -40,22 +40,17 @@ def sharded_gradients(check_vma, reduce):
     mapped = jax.shard_map(
         here, mesh=grid, in_specs=(P(), P("i"), P("i")), out_specs=P(),
         check_vma=check_vma)  # fmt: skip
-    return jax.jit(mapped)(params, x, weight), whole_gradient(params, x, weight)
+    return jax.jit(mapped)(params, x, weight)
 
 
-def whole_gradient(params, x, weight):
-    def loss(params):
-        return (weight * bnjax.batch_norm(x, START, **params)[0]).mean()
-
-    return jax.jit(jax.grad(loss))(params)
-
-
+@pytest.mark.report(3)
 @pytest.mark.parametrize(("check_vma", "reduce"), [(True, "loss"), (False, "gradient")])
 def test_report_3_the_right_spelling_of_a_train_step(check_vma, reduce):
-    found, right = sharded_gradients(check_vma, reduce)
-    chex.assert_trees_all_close(found, right, rtol=1e-5, atol=1e-6)
+    right = {"scale": np.array([-0.98198]), "bias": np.array([-0.5])}
+    chex.assert_trees_all_close(sharded_gradients(check_vma, reduce), right, rtol=1e-5)
 
 
+@pytest.mark.report(4, 16)
 def test_reports_4_and_16_uneven_devices_are_pooled_bit_for_bit_alike():
     def here(x, mask):
         options = {"axis_name": "i", "mask": mask}
@@ -70,6 +65,7 @@ def test_reports_4_and_16_uneven_devices_are_pooled_bit_for_bit_alike():
     chex.assert_trees_all_equal(first, second)
 
 
+@pytest.mark.report(5)
 def test_report_5_a_device_without_valid_examples_adds_nothing():
     mask = MASK.at[1].set(0)
     here = functools.partial(bnjax.batch_norm, axis_name="i", momentum=0.0)
@@ -78,17 +74,29 @@ def test_report_5_a_device_without_valid_examples_adds_nothing():
     assert not y[1].any()
 
 
+@pytest.mark.report(14)
 def test_report_14_a_single_example_is_an_error():
     with pytest.raises(ValueError, match="one element per feature"):
         bnjax.batch_norm(jnp.array([[3.0, -7.0]]), bnjax.init_batch_stats(2))
 
 
+@pytest.mark.report(14)
+def test_report_14_a_single_valid_example_gives_the_bias_and_moves_no_variance():
+    x, bias = jnp.array([[3.0, -7.0]]), jnp.array([0.5, 0.25])
+    start = bnjax.init_batch_stats(2)
+    y, new = jax.jit(bnjax.batch_norm)(x, start, bias=bias, mask=jnp.ones(1))
+    np.testing.assert_array_equal(y, bias[None])
+    np.testing.assert_array_equal(new.var, start.var)
+
+
+@pytest.mark.report(17)
 def test_report_17_variance_between_devices_counts():
     x = jnp.array([[0.0, 0], [10, 10]])[..., None]
     moments = over_two(functools.partial(bnjax.batch_moments, axis_name="i"), x)
     np.testing.assert_array_equal(moments.var, [[25.0], [25.0]])
 
 
+@pytest.mark.report(18)
 def test_report_18_the_gradient_of_uneven_devices():
     def loss(x, mask, axis_name=None):
         y, _ = bnjax.batch_norm(x, START, mask=mask, axis_name=axis_name)
@@ -101,6 +109,7 @@ def test_report_18_the_gradient_of_uneven_devices():
     assert not found[MASK == 0].any()
 
 
+@pytest.mark.report(22)
 @pytest.mark.parametrize("kind", list(AxisType)[:2], ids=str)
 def test_report_22_sharded_jit_is_one_batch(kind):
     x = jnp.asarray(np.random.default_rng(0).normal(3, 2, (16, 3)), jnp.float32)
@@ -112,6 +121,7 @@ def test_report_22_sharded_jit_is_one_batch(kind):
     )
 
 
+@pytest.mark.report(25)
 def test_report_25_padded_sequences():
     x = jnp.array([1.0, 2, 3, 4, 5, 0, 0, 0, 0, 0])[None, :, None]
     mask = jnp.arange(10)[None] < 5
@@ -119,6 +129,7 @@ def test_report_25_padded_sequences():
     assert (moments.mean[0], moments.var[0], moments.count[0]) == (3, 2, 5)
 
 
+@pytest.mark.report(26)
 def test_report_26_a_mask_of_fewer_axes():
     y, _ = jax.jit(bnjax.batch_norm)(
         jnp.ones((1, 2, 3, 4)), bnjax.init_batch_stats(4), mask=jnp.ones((1, 2, 1))
@@ -126,6 +137,36 @@ def test_report_26_a_mask_of_fewer_axes():
     np.testing.assert_array_equal(y, np.zeros((1, 2, 3, 4)))
 
 
+@pytest.mark.report(26)
+@pytest.mark.parametrize("dtype", ["bool", "int32", "float32"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 3), (2, 3, 4)], ids=str)
+def test_report_26_a_mask_counts_all_that_it_covers(shape, dtype):
+    x, mask = jnp.arange(120.0).reshape(2, 3, 4, 5), np.zeros(shape, dtype)
+    mask[0] = 1
+    moments = jax.jit(bnjax.batch_moments)(x, mask=jnp.asarray(mask))
+    np.testing.assert_array_equal(moments.count, np.full(5, 12))
+    np.testing.assert_allclose(moments.mean, x[0].mean((0, 1)), rtol=1e-6)
+
+
+@pytest.mark.report(43)
+@pytest.mark.parametrize(("size", "right"), [(1e19, [1, -1]), (1e20, [0, 0])], ids=str)
+def test_report_43_where_squares_overflow_the_result_is_the_bias(size, right):
+    x, bias = jnp.array([[size], [-size]]), jnp.array([0.5])
+    y, new = jax.jit(bnjax.batch_norm)(x, START, bias=bias)
+    np.testing.assert_allclose(y[:, 0] - 0.5, right, rtol=1e-5)
+    assert jnp.isinf(new.var[0]) == (size == 1e20)
+
+
+@pytest.mark.report(57)
+def test_report_57_evaluation_of_101_rows_knows_no_groups_of_10():
+    x = np.float32(np.random.default_rng(0).normal(3, 2, (101, 2)))
+    stats = bnjax.BatchStats(jnp.array([1.0, 2]), jnp.array([4.0, 9]))
+    options = {"use_running_average": True, "virtual_batch_size": 10}
+    y, _ = bnjax.batch_norm(jnp.asarray(x), stats, **options)
+    np.testing.assert_allclose(y, (x - [1, 2]) / [2, 3], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.report(60)
 def test_report_60_the_layout_makes_no_difference():
     x = np.random.default_rng(0).normal(3, 2, (2, 65, 3, 2)).astype(np.float32)
     stats = bnjax.init_batch_stats(65)
