@@ -65,6 +65,7 @@ def pooled(momentum, batch):
     }
 
 
+@pytest.mark.report(35)
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_running_values_move_once_to_the_moments_of_all_parts(masked, num_devices):
@@ -82,6 +83,7 @@ def test_the_parts_do_not_depend_on_the_devices(how):
     chex.assert_trees_all_close(spread, alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.report(35)
 def test_each_part_is_normalized_by_itself():
     whole, parts = (step(WITH_BN, make_batch(), accumulate=k)[1] for k in (1, 8))
     assert abs(whole["loss"] - parts["loss"]) > 1e-3 * whole["loss"]

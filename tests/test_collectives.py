@@ -147,6 +147,7 @@ def with_groups(mode, groups=GROUPS):
     return jax.jit(mapped)(x)
 
 
+@pytest.mark.report(23, 66)
 @pytest.mark.parametrize("mode", ["pmap", "unchecked"])
 def test_groups_of_devices_normalize_among_themselves(mode):
     halves = np.asarray(batch()).reshape(2, 12, 2)
@@ -222,6 +223,7 @@ def test_sharded_jit_sums_as_often(masked):
     assert all_reduces(functools.partial(dx, axis_name=None), *args) == (2, 1)
 
 
+@pytest.mark.report(20)
 def test_evaluation_sums_nothing():
     mapped = in_shard_map(lambda x, mask: norm(x, mask, use_running_average=True)[0])
     assert all_reduces(mapped, *arguments(True)) == (0, 0)

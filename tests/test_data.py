@@ -212,6 +212,7 @@ def test_impossible_sizes_are_refused_before_any_reading(options, message):
 # Evaluation
 
 
+@pytest.mark.report(52)
 @pytest.mark.parametrize("num_devices", [1, 4])
 def test_evaluation_counts_each_resident_example_once(num_devices):
     images, labels = data.load_arrays(**RESIDENT)
@@ -225,6 +226,7 @@ def test_evaluation_counts_each_resident_example_once(num_devices):
     assert not batch["image"][17:].any()
 
 
+@pytest.mark.report(52)
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
 def test_evaluation_counts_each_streamed_example_once(num_devices, data_dir):
     options = STREAM | {"split": "validation", "data_dir": data_dir}

@@ -57,6 +57,7 @@ def test_evaluation_is_algorithm_2():
     chex.assert_trees_all_equal(after, some_stats())
 
 
+@pytest.mark.report(9)
 @pytest.mark.parametrize(("unbiased", "var"), [(True, 1.1), (False, 1.0)])
 def test_running_values_follow_the_batch(unbiased, var):
     x = jnp.array([[0.0], [2.0]])
@@ -64,6 +65,7 @@ def test_running_values_follow_the_batch(unbiased, var):
     np.testing.assert_allclose((new.mean[0], new.var[0]), (0.1, var), rtol=1e-6)
 
 
+@pytest.mark.report(34)
 def test_update_stats_off_normalizes_alike_and_moves_nothing():
     x = jnp.asarray(normal((6, 3)))
     y, still = batch_norm(x, some_stats(), update_stats=False)
@@ -82,6 +84,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.report(60)
 @pytest.mark.parametrize(
     ("shape", "axes", "evaluate"),
     [*((*case, False) for case in SHAPES), *((*case, True) for case in SHAPES[3:5])],
@@ -158,6 +161,7 @@ MASKS = {
 }
 
 
+@pytest.mark.report(25, 26)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "bool") for name in MASKS), ("rows", "int32"), ("rows", "float32")],
@@ -182,6 +186,7 @@ def test_masks_of_every_kind_match_the_paper(name, dtype):
     np.testing.assert_allclose(new.var, oracle.batch_moments(columns, kept)[1], 1e-6)
 
 
+@pytest.mark.report(26)
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (4, 2), (4, 3, 1), (4, 2, 3)])
 def test_masks_that_do_not_fit_are_an_error(shape):
     with pytest.raises(ValueError, match=r"mask has shape .*\(4,\) for examples"):
@@ -214,11 +219,13 @@ def test_parameters_that_do_not_fit_are_an_error(name):
         )
 
 
+@pytest.mark.report(60)
 def test_running_values_that_do_not_fit_are_an_error():
     with pytest.raises(ValueError, match=r"mean has shape \(4,\).*features \(3,\)"):
         bnjax.batch_norm(jnp.ones((2, 3)), bnjax.init_batch_stats(4))
 
 
+@pytest.mark.report(13)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_running_values_in_half_precision_are_an_error(dtype):
     half = jax.tree.map(lambda v: v.astype(dtype), bnjax.init_batch_stats(1))
@@ -228,6 +235,7 @@ def test_running_values_in_half_precision_are_an_error(dtype):
         bnjax.batch_norm(jnp.ones((2, 1)), half)
 
 
+@pytest.mark.report(11)
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
 def test_running_values_and_result_keep_their_dtypes(dtype):
     x = jnp.asarray(normal((4, 3), dtype="float32")).astype(dtype)
@@ -249,6 +257,7 @@ def test_a_single_element_per_feature_is_an_error():
         bnjax.batch_norm(jnp.array([[3.0, -7.0]]), bnjax.init_batch_stats(2))
 
 
+@pytest.mark.report(14)
 def test_a_single_valid_element_gives_the_bias_and_keeps_the_variance():
     x, mask = jnp.asarray(normal((4, 3))), jnp.array([0, 1, 0, 0])
     y, new = batch_norm(x, some_stats(), mask=mask, **affine())
@@ -256,6 +265,7 @@ def test_a_single_valid_element_gives_the_bias_and_keeps_the_variance():
     chex.assert_trees_all_equal(new.var, some_stats().var)
 
 
+@pytest.mark.report(5)
 @pytest.mark.parametrize("rows", [0, 4], ids=["no examples", "all masked"])
 def test_nothing_to_count_keeps_the_running_values_bit_for_bit(rows):
     x, mask = jnp.full((rows, 3), jnp.nan), jnp.zeros(rows)
@@ -264,6 +274,7 @@ def test_nothing_to_count_keeps_the_running_values_bit_for_bit(rows):
     chex.assert_trees_all_equal(new, some_stats())
 
 
+@pytest.mark.report(5)
 def test_a_batch_without_examples_needs_no_mask():
     y, new = batch_norm(jnp.zeros((0, 3)), some_stats())
     chex.assert_shape(y, (0, 3))

@@ -42,11 +42,13 @@ SIZES = {  # H = W and channels behind each stage, at 224×224
 }
 
 
+@pytest.mark.report(55)
 def test_inception_has_the_parameters_of_the_published_network():
     variables, _ = published()
     assert number(variables["params"]) == 11_285_224
 
 
+@pytest.mark.report(55)
 def test_inception_has_69_convolutions_each_with_a_bn():
     variables, _ = published()
     paths = convolutions(variables["params"])
@@ -55,11 +57,13 @@ def test_inception_has_69_convolutions_each_with_a_bn():
     assert norms == {(*path[:-1], f"{path[-1]}_bn") for path in paths}
 
 
+@pytest.mark.report(55)
 def test_inception_has_10016_bn_channels():
     variables, _ = published()
     assert number(variables["batch_stats"]) == 2 * 10_016
 
 
+@pytest.mark.report(54)
 @pytest.mark.parametrize(("stage", "expected"), SIZES.items(), ids=SIZES)
 def test_stage_has_the_size_and_channels_of_the_paper(stage, expected):
     _, outputs = published()
@@ -75,18 +79,21 @@ def test_without_norm_the_convolutions_have_biases_and_nothing_is_normalized():
     assert all((*path, "bias") in params for path in convolutions(variables["params"]))
 
 
+@pytest.mark.report(70)
 def test_with_norm_no_convolution_has_a_bias():
     params = published()[0]["params"]
     flat = flatten_dict(params)
     assert not any((*path, "bias") in flat for path in convolutions(params))
 
 
+@pytest.mark.report(55)
 def test_every_convolution_is_followed_by_the_activation():
     calls = []
     shapes(Inception(activation=lambda x: calls.append(x.shape) or x))
     assert len(calls) == 69
 
 
+@pytest.mark.report(54)
 def test_convolutions_pad_alike_on_both_sides_whatever_the_stride():
     seen = set()
 
@@ -100,6 +107,7 @@ def test_convolutions_pad_alike_on_both_sides_whatever_the_stride():
     assert seen == {((7, 7), 2, 3), ((3, 3), 1, 1), ((3, 3), 2, 1)}
 
 
+@pytest.mark.report(54)
 def test_max_pools_round_even_sizes_up_and_keep_the_last_size(monkeypatch):
     seen = []
     spy = lambda x, *window: seen.append(window) or max_pool(x, *window)  # noqa: E731
@@ -179,6 +187,7 @@ def gated_network():
 ALL_CONVOLUTIONS = convolutions(shapes(TINY(), (2, 28, 28, 1))[0]["params"])
 
 
+@pytest.mark.report(55)
 @pytest.mark.parametrize("path", ALL_CONVOLUTIONS, ids="/".join)
 def test_every_convolution_reaches_the_output(path):
     params, logits = gated_network()
@@ -189,6 +198,7 @@ def test_every_convolution_reaches_the_output(path):
     assert jnp.abs(logits(params, ones) - logits(without, ones)).max() > 1e-5
 
 
+@pytest.mark.report(55)
 @pytest.mark.parametrize("module", GATED)
 def test_every_pool_that_passes_through_reaches_the_output(module):
     params, logits = gated_network()

@@ -38,6 +38,7 @@ def reference_average_pool(x):
     return total / 9
 
 
+@pytest.mark.report(54)
 @pytest.mark.parametrize(
     ("stride", "padding", "shape"), PADDINGS.values(), ids=PADDINGS
 )
@@ -72,6 +73,7 @@ def test_max_pool_keeps_nan_in_its_windows():
     np.testing.assert_array_equal(y, reference_max_pool(x, 2, ((0, 1), (0, 1))))
 
 
+@pytest.mark.report(54)
 def test_average_pool_and_its_gradient_match_reduce_window():
     x = images(2, 7, 5, 3)
     expected, pull_expected = jax.vjp(reference_average_pool, x)

@@ -155,6 +155,7 @@ def test_init_does_not_look_at_the_data():
     assert untouched(jax.jit(TRAIN().init)(KEY, normal() * 3))
 
 
+@pytest.mark.report(20, 21)
 @pytest.mark.parametrize("axis_name", ["i", ("i", "j")])
 def test_init_and_evaluation_need_no_bound_axis(axis_name):
     module, x = BatchNorm(axis_name=axis_name), normal()
@@ -172,6 +173,7 @@ def test_training_with_an_unbound_axis_is_an_error():
         module.apply(variables, x, mutable=["batch_stats"])
 
 
+@pytest.mark.report(63)
 def test_eval_shape_and_tabulate_change_nothing():
     x, module = normal(), TRAIN()
     variables = module.init(KEY, x)
@@ -185,6 +187,7 @@ def test_eval_shape_and_tabulate_change_nothing():
     assert untouched(variables)
 
 
+@pytest.mark.report(7)
 def test_training_with_immutable_statistics_is_an_error():
     module, x = TRAIN(), normal()
     variables = module.init(KEY, x)
@@ -228,6 +231,7 @@ def test_evaluation_writes_zero_behind_the_mask():
     assert not y[0].any()
 
 
+@pytest.mark.report(69)
 @pytest.mark.parametrize("of_class", [None, True, False])
 @pytest.mark.parametrize("of_call", [True, False])
 def test_the_flag_of_the_call_takes_precedence(of_class, of_call):
@@ -261,6 +265,7 @@ def test_an_axis_that_x_does_not_have_is_an_error():
         TRAIN(axis=7).init(KEY, normal())
 
 
+@pytest.mark.report(36)
 def test_remat_moves_the_running_values_once():
     x, module = normal(), nn.remat(BatchNorm)(use_running_average=False, momentum=0.5)
     variables = module.init(KEY, x)
@@ -276,6 +281,7 @@ def test_remat_moves_the_running_values_once():
     )
 
 
+@pytest.mark.report(69)
 def test_it_fits_into_sequential():
     model, x = nn.Sequential([nn.Dense(4), TRAIN(), nn.relu]), normal()
     y, changed = apply(model, model.init(KEY, x), x)

@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import linen as nn
 
 from bnjax.linen import BatchNorm
@@ -39,6 +40,7 @@ def layer(variables, index):
     return jax.tree.map(lambda leaf: leaf[index], variables)
 
 
+@pytest.mark.report(67)
 def test_vmap_over_networks_keeps_their_statistics_apart():
     ensemble = nn.vmap(Block, in_axes=0, axis_size=3, **STACKED)()
     x = normal(3, 8, 4)
@@ -77,6 +79,7 @@ class Stream(nn.Module):
         return scan(block, (), chunks)[1]
 
 
+@pytest.mark.report(49)
 def test_carried_statistics_move_with_each_chunk():
     chunks = normal(3, 8, 4)
     variables = Stream().init(jax.random.key(0), chunks)
@@ -91,6 +94,7 @@ def test_carried_statistics_move_with_each_chunk():
     )
 
 
+@pytest.mark.report(51)
 def test_vmap_with_an_axis_name_pools_over_it():
     module = BatchNorm(use_running_average=False, axis_name="i")
     mapped = nn.vmap(

@@ -142,6 +142,7 @@ def test_evaluate_rejects_an_impossible_batch(unbroken):
 # Going on
 
 
+@pytest.mark.report(31)
 def test_a_resumed_run_ends_in_the_state_of_an_unbroken_one(unbroken, resumed):
     jax.tree.map(
         np.testing.assert_array_equal, last_state(resumed[0]), last_state(unbroken[0])
@@ -255,6 +256,7 @@ def evaluate_in_numpy(state, images, labels):
     return (ranks == 0).mean(), (ranks < 5).mean(), losses.mean()
 
 
+@pytest.mark.report(52)
 def test_evaluation_is_the_mean_over_every_example_once(unbroken):
     state = last_state(unbroken[0])
     result = Evaluation(CONFIG, make_mesh())(state, batch_size=4)

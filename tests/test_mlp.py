@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import linen as nn
 from networks import (
     images,
@@ -27,6 +28,7 @@ def test_mlp_has_the_layers_of_section_4_1():
     assert outputs["logits"].shape == (2, 10)
 
 
+@pytest.mark.report(70)
 def test_mlp_drops_the_biases_that_bn_would_subtract():
     variables, _ = shapes(MLP(norm=BatchNorm), (2, 28, 28))
     biased = {k for k, v in variables["params"].items() if "bias" in v}

@@ -46,6 +46,7 @@ def started(ratio, guess):
     return stats(ratio * np.array([1, -1, 0.5]) + guess)
 
 
+@pytest.mark.report(1)
 @RATIOS
 @GUESSES
 def test_a_far_mean_costs_no_accuracy(ratio, guess):
@@ -60,6 +61,7 @@ def test_a_far_mean_costs_no_accuracy(ratio, guess):
     np.testing.assert_allclose(y, right, rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.report(1)
 @RATIOS
 @pytest.mark.parametrize("guess", [None, 0.3])
 def test_a_far_mean_costs_the_gradient_no_accuracy(ratio, guess):
@@ -70,6 +72,7 @@ def test_a_far_mean_costs_the_gradient_no_accuracy(ratio, guess):
     np.testing.assert_allclose(dx, right, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.report(1)
 @RATIOS
 def test_moments_of_a_far_batch_are_those_of_float64(ratio):
     x = far_batch(ratio)
@@ -77,6 +80,7 @@ def test_moments_of_a_far_batch_are_those_of_float64(ratio):
     chex.assert_trees_all_close(tuple(moments), right, rtol=3e-7, atol=1e-7)
 
 
+@pytest.mark.report(42)
 @RATIOS
 def test_evaluation_subtracts_the_mean_first(ratio):
     x = far_batch(ratio)
@@ -89,6 +93,7 @@ def test_evaluation_subtracts_the_mean_first(ratio):
 CONSTANTS = [0.0, 3.0, 1000.1, -12345.678, 1e5, 9999991.0, 1e7]
 
 
+@pytest.mark.report(2)
 @pytest.mark.parametrize("rows", [1000, 4099])
 @pytest.mark.parametrize("start", ["initial", "near", "exact"])
 def test_constant_channels_give_the_bias(rows, start):
@@ -115,6 +120,7 @@ def test_a_nearly_dead_channel_is_as_accurate_as_a_live_one(std):
     np.testing.assert_allclose(y, right, rtol=5e-5, atol=5e-5)
 
 
+@pytest.mark.report(11)
 @pytest.mark.parametrize(
     ("dtype", "mean", "std"),
     [
@@ -144,6 +150,7 @@ def test_the_backward_pass_keeps_half_precision_input_as_it_came():
     assert [leaf.dtype for leaf in large] == [jnp.bfloat16]
 
 
+@pytest.mark.report(43)
 def test_values_whose_squares_overflow_about_0_are_normalized_about_their_mean():
     x = (1e20 + 1e15 * far_batch(0.0)).astype(np.float32)
     y, _ = batch_norm(x, bnjax.init_batch_stats(3))
@@ -180,6 +187,7 @@ def test_counts_above_2_to_the_24_are_right():
     np.testing.assert_array_equal(found, np.full(3, count))
 
 
+@pytest.mark.report(1)
 def test_report_1_raw_values_of_4096():
     x = np.tile(4096 + np.array([-1.5, -0.5, 0.5, 1.5], np.float32), 64)[:, None]
     y, new = batch_norm(x, stats(0.0), momentum=0.0, unbiased=False)
@@ -189,12 +197,14 @@ def test_report_1_raw_values_of_4096():
     assert jnp.abs(dx).max() < 5
 
 
+@pytest.mark.report(2)
 @pytest.mark.parametrize("constant", [12345.678, 1000.1])
 def test_report_2_a_dead_camera(constant):
     y, _ = batch_norm(jnp.full((1000, 1), constant), stats(0.0))
     np.testing.assert_allclose(y, 0, atol=2e-5)
 
 
+@pytest.mark.report(6)
 def test_report_6_nan_in_the_padding():
     x, mask = jnp.array([[1.0], [2.0], [3.0], [jnp.nan]]), jnp.array([1, 1, 1, 0])
 
@@ -209,6 +219,7 @@ def test_report_6_nan_in_the_padding():
     np.testing.assert_allclose((dscale[0], dbias[0]), (0, 8.99987), atol=1e-4)
 
 
+@pytest.mark.report(11)
 @pytest.mark.parametrize(
     ("dtype", "values"),
     [("float16", [200, 300, 400, 500]), ("bfloat16", [256, 258, 260, 262])],
@@ -221,6 +232,7 @@ def test_report_11_statistics_in_half_precision(dtype, values):
     chex.assert_type(list(new), jnp.float32)
 
 
+@pytest.mark.report(42)
 def test_report_42_evaluation_far_from_0():
     x = jnp.array([[1e6 + 0.5]])
     y, _ = batch_norm(x, stats(1e6, 0.01), use_running_average=True)

@@ -30,10 +30,12 @@ def params_of(module):
     return jax.eval_shape(module.init, jax.random.key(0), jnp.ones((2, 3)))["params"]
 
 
+@pytest.mark.report(37)
 def test_kernels_alone_decay():
     assert bnjax.weight_decay_mask(params_of(Block())) == RIGHT
 
 
+@pytest.mark.report(37)
 @pytest.mark.parametrize("stack", ["vmap", "scan"])
 def test_parameters_that_are_stacked_are_told_apart_by_name(stack):
     axes, rngs = {"params": 0, "batch_stats": 0}, {"params": True}
@@ -110,6 +112,7 @@ WRONG = {
 }
 
 
+@pytest.mark.report(37)
 @pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
 def test_running_statistics_are_nothing_for_an_optimizer(make):
     with pytest.raises(ValueError, match=r"given running statistics: .*mean"):

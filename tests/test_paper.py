@@ -100,6 +100,7 @@ def descend(centre, steps=100, rate=0.1):
     return jax.jit(lambda: jax.lax.scan(step, jnp.float32(0), length=steps))()
 
 
+@pytest.mark.report(47)
 def test_a_bias_explodes_when_the_gradient_ignores_the_mean():
     b, losses = descend(lambda x: x - jax.lax.stop_gradient(x.mean()))
     # Each step adds 2 · rate · E[target]: it never comes to rest.
@@ -107,6 +108,7 @@ def test_a_bias_explodes_when_the_gradient_ignores_the_mean():
     np.testing.assert_allclose(losses, np.full(100, losses[0]), rtol=1e-5)
 
 
+@pytest.mark.report(47)
 def test_a_bias_stays_where_it_is_under_the_gradient_of_the_transform():
     b, _ = descend(lambda x: batch_norm(x, bnjax.init_batch_stats(1))[0])
     np.testing.assert_allclose(b, 0, atol=1e-5)
@@ -140,6 +142,7 @@ def test_the_average_of_batches_is_the_population_of_algorithm_2():
     chex.assert_trees_all_close(tuple(stats), oracle.population(batches), rtol=2e-6)
 
 
+@pytest.mark.report(9)
 def test_small_batches_estimate_the_variance_without_bias():
     batches = normal((2000, 2, 3))
     update = jax.vmap(lambda x: batch_norm(x, START, momentum=0.0)[1])

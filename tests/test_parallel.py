@@ -170,6 +170,7 @@ CASES = [
 ]
 
 
+@pytest.mark.report(3, 4, 5, 18, 22, 51)
 @pytest.mark.parametrize(("mode", "mask"), CASES)
 def test_devices_give_what_one_device_gives(mode, mask):
     found = MODES[mode](array(MASKS[mask]), near())

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -87,6 +88,7 @@ def in_float64(test):
     return wrapped
 
 
+@pytest.mark.report(25)
 @FEW
 @given(case=cases(masked=False), data=st.data())
 @in_float64
@@ -123,6 +125,7 @@ def test_the_parts_merge_into_the_whole(case, data):
     chex.assert_trees_all_close(merged, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.report(4, 17)
 @FEW
 @given(case=cases(first=True), shards=st.integers(1, 4), seed=st.integers(0, 99))
 @in_float64

@@ -101,39 +101,6 @@ def test_a_backbone_may_be_frozen_below_a_head_that_learns(how):
     assert (end["head"]["mean"] != start["head"]["mean"]).all()
 
 
-class Steps(nn.Module):
-    """One layer over the steps of a sequence, its running values carried along.
-
-    `nn.scan` carries variables that exist: the first call is outside of it.
-    """
-
-    @nn.compact
-    def __call__(self, xs):
-        layer = BatchNorm(use_running_average=False, momentum=0.9, name="bn")
-        if self.is_initializing():
-            return layer(xs[0])
-        scan = nn.scan(
-            lambda layer, carry, x: (carry, layer(x)),
-            variable_broadcast="params",
-            variable_carry="batch_stats",
-            split_rngs={"params": False},
-        )
-        return scan(layer, None, xs)[1]
-
-
-@pytest.mark.report(49)
-def test_scan_carries_the_running_values_from_step_to_step():
-    xs = normal((3, 8, 3))
-    apply = functools.partial(Steps().apply, mutable=["batch_stats"])
-    y, new = jax.jit(apply)(jax.jit(Steps().init)(KEY, xs), xs)
-    stats, each, norm = bnjax.init_batch_stats(3), [], jax.jit(bnjax.batch_norm)
-    for x in xs:
-        result, stats = norm(x, stats, momentum=0.9)
-        each.append(result)
-    right = jnp.stack(each), {"batch_stats": {"bn": stats._asdict()}}
-    chex.assert_trees_all_close((y, new), right, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.report(60)
 def test_an_nnx_layer_for_another_number_of_features_is_an_error_that_says_so():
     layer = bnjax.nnx.BatchNorm(5, rngs=nnx.Rngs(0))

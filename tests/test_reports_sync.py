@@ -92,6 +92,19 @@ def test_a_module_pools_over_vmap_as_over_devices():
     chex.assert_trees_all_close((y.reshape(16, 3), new), right, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.report(50)
+def test_a_module_pools_over_two_nested_axes():
+    x = jnp.arange(24.0).reshape(2, 3, 4, 1) ** 2
+    options = {"use_running_average": False, "update_stats": False}
+    module = BatchNorm(axis_name=("a", "b"), **options)
+    variables = module.init(jax.random.key(0), x[0, 0])
+    inner = jax.vmap(module.apply, (None, 0), axis_name="b")
+    nested = jax.vmap(inner, (None, 0), axis_name="a")
+    y = jax.jit(nested)(variables, x)
+    right, _ = bnjax.batch_norm(x.reshape(24, 1), bnjax.init_batch_stats(1))
+    np.testing.assert_allclose(y.reshape(24, 1), right, rtol=1e-5, atol=1e-6)
+
+
 class NormRelu(BatchNorm):
     """A layer with an activation of its own, which a converter might drop."""
 

@@ -72,6 +72,7 @@ def test_the_module_keeps_the_count():
 # debias
 
 
+@pytest.mark.report(44, 46)
 @pytest.mark.parametrize("calls", [1, 3, 5])
 @pytest.mark.parametrize("keep", [0.0, 0.9, 0.999])
 def test_debiased_values_are_averages_of_what_was_seen(calls, keep):
@@ -88,6 +89,7 @@ def test_debiased_values_are_averages_of_what_was_seen(calls, keep):
     np.testing.assert_allclose(y, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.report(44)
 def test_before_the_first_call_debiased_values_read_as_0_and_1():
     module, x = BatchNorm(debias=True, epsilon=0.0), batches()[2]
     variables = initial(module)
@@ -126,6 +128,7 @@ class Twice(nn.Module):
         return layer(a, use_running_average), layer(b, use_running_average)
 
 
+@pytest.mark.report(35)
 @pytest.mark.parametrize("momentum", [0.9, None])
 def test_pooled_calls_move_the_running_values_once(momentum):
     module, x = Twice(momentum=momentum), jnp.concatenate(batches(4))
@@ -141,6 +144,7 @@ def test_pooled_calls_move_the_running_values_once(momentum):
     chex.assert_trees_all_close(end["bn"], at_once["batch_stats"], rtol=1e-5)
 
 
+@pytest.mark.report(35)
 def test_pooling_goes_through_a_scan():
     module, x = BatchNorm(), jnp.stack(batches(4))
     variables = initial(module)
@@ -166,6 +170,7 @@ def test_pooling_twice_is_an_error():
 # The same on all devices
 
 
+@pytest.mark.report(62)
 @pytest.mark.parametrize("axis_name", ["i", ("i",)])
 def test_a_running_mean_that_varies_over_the_devices_is_an_error(axis_name):
     mesh = jax.make_mesh((4,), ("i",))
@@ -210,6 +215,7 @@ def evaluate_linen(stats):
     return BatchNorm().apply(variables, jnp.ones((4, 2)), True)
 
 
+@pytest.mark.report(32)
 @pytest.mark.parametrize("wrong", [-2e-5, np.nan])
 @pytest.mark.parametrize("evaluate", [evaluate_core, evaluate_linen])
 def test_a_variance_that_is_none_is_an_error_in_evaluation(wrong, evaluate):

@@ -160,6 +160,7 @@ def test_the_running_variance_is_that_of_the_population():
     chex.assert_trees_all_close(tuple(new), right, rtol=1e-6)
 
 
+@pytest.mark.report(9)
 def test_the_running_variance_is_biased_on_request():
     moments = moments_of(jnp.array([[0.0], [2.0]]))
     old = stats([0.0], [0.0])
@@ -167,6 +168,7 @@ def test_the_running_variance_is_biased_on_request():
     assert new.var[0] == 1.0
 
 
+@pytest.mark.report(10)
 @pytest.mark.parametrize("momentum", [0.0, 1.0])
 def test_momentum_is_the_weight_of_the_old_value(momentum):
     moments = bnjax.Moments(jnp.array([10.0]), jnp.array([4.0]), jnp.array([5.0]))
@@ -182,6 +184,7 @@ def test_momentum_may_be_traced():
     np.testing.assert_allclose(new.mean, [1.0], rtol=1e-6)
 
 
+@pytest.mark.report(10)
 @pytest.mark.parametrize("momentum", [-0.1, 1.9, float("nan")])
 def test_momentum_outside_its_range_is_an_error(momentum):
     moments = moments_of(jnp.ones((2, 1)))
@@ -189,6 +192,7 @@ def test_momentum_outside_its_range_is_an_error(momentum):
         bnjax.update_batch_stats(stats([0.0], [1.0]), moments, momentum=momentum)
 
 
+@pytest.mark.report(14)
 @pytest.mark.parametrize(
     ("count", "moves"),
     [(0.0, (False, False)), (1.0, (True, False)), (2.0, (True, True))],
@@ -234,6 +238,7 @@ def test_feature_axes_that_do_not_fit_are_an_error(axes, message):
         bnjax.batch_moments(jnp.ones((2, 3)), feature_axes=axes)
 
 
+@pytest.mark.report(64)
 def test_the_running_values_pass_no_gradient_on():
     def drift(x, stats):
         new = bnjax.batch_norm(x, stats)[1]
@@ -244,6 +249,7 @@ def test_the_running_values_pass_no_gradient_on():
     chex.assert_trees_all_equal(found, jax.tree.map(jnp.zeros_like, (x, stats)))
 
 
+@pytest.mark.report(47)
 def test_the_running_mean_gets_no_gradient_from_the_result():
     x, scale = jnp.asarray(normal((7, 2))), jnp.array([2.0, -0.5])
 

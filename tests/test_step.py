@@ -111,6 +111,7 @@ def plain_step(config, state, image, label):
     return params, stats, loss, gradient
 
 
+@pytest.mark.report(3, 7)
 @pytest.mark.parametrize(("how", "num_devices"), [("shard_map", 2), ("pmap", 4)])
 def test_a_step_is_gradient_descent_on_the_mean_loss(how, num_devices):
     state, batch = first_state(DIGITS), make_batch(DIGITS)
@@ -124,6 +125,7 @@ def test_a_step_is_gradient_descent_on_the_mean_loss(how, num_devices):
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
 
 
+@pytest.mark.report(6)
 def test_what_a_masked_row_holds_does_not_matter():
     state, batch = first_state(DIGITS), make_batch(DIGITS)
     other = make_batch(DIGITS, seed=1)
@@ -139,6 +141,7 @@ def test_what_a_masked_row_holds_does_not_matter():
     )
 
 
+@pytest.mark.report(5)
 def test_a_batch_without_a_valid_row_moves_nothing():
     state, batch = first_state(DIGITS), make_batch(DIGITS)
     batch["mask"] = np.zeros(BATCH, bool)
@@ -181,6 +184,7 @@ def test_without_a_mask_every_row_counts():
 # The optimizer
 
 
+@pytest.mark.report(37)
 def test_l2_is_on_kernels_alone():
     config = dataclasses.replace(DIGITS, weight_decay=0.5, learning_rate=0.1)
     params = jax.tree.map(lambda p: p + 1, first_state(DIGITS).params)

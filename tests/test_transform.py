@@ -116,6 +116,7 @@ def _array(mask):
     return None if mask is None else jnp.asarray(mask)
 
 
+@pytest.mark.report(65)
 def test_the_second_derivative_is_right_for_the_reported_shape():
     with jax.enable_x64(True):
         x = jnp.asarray(normal((2, 2, 2), dtype="float64"))
@@ -216,6 +217,7 @@ def test_the_layer_works_in_a_scan_that_carries_its_running_values():
     np.testing.assert_allclose(stats.mean, mean.T @ [0.125, 0.25, 0.5], rtol=1e-6)
 
 
+@pytest.mark.report(6)
 @pytest.mark.parametrize("poison", [np.nan, -np.inf])
 @pytest.mark.parametrize("second", [False, True], ids=["gradient", "second order"])
 def test_what_the_mask_hides_reaches_no_derivative(second, poison):

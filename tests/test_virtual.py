@@ -39,6 +39,7 @@ def train_virtual(x, size, **options):
 # Virtual batches
 
 
+@pytest.mark.report(57)
 @pytest.mark.parametrize(
     ("rows", "size", "bounds"),
     [
@@ -91,6 +92,7 @@ def test_scale_and_bias_of_each_example_go_with_their_group():
     np.testing.assert_allclose(y, scale[:, None] * plain, rtol=1e-6)
 
 
+@pytest.mark.report(66)
 def test_the_gradient_stays_within_its_group():
     x = normal(8, 2)
     gradient = jax.grad(lambda x: (train_virtual(x, 4)[0][:4] ** 3).sum())(x)
@@ -98,6 +100,7 @@ def test_the_gradient_stays_within_its_group():
     assert not gradient[4:].any()
 
 
+@pytest.mark.report(57)
 def test_evaluation_knows_no_groups():
     x = normal(7, 2)
     y, stats = train_virtual(x, 2, use_running_average=True)
@@ -159,6 +162,7 @@ def renormalized(x, r_max, d_max):
     return x_hat * np.float64(SCALE) + np.float64(BIAS)
 
 
+@pytest.mark.report(58)
 @pytest.mark.parametrize("limits", [(1.0, 0.0), (1.5, 0.3), (3.0, 5.0), (100.0, 100.0)])
 def test_renormalization_is_as_defined(limits):
     x = normal(9, 2)
@@ -167,6 +171,7 @@ def test_renormalization_is_as_defined(limits):
     chex.assert_trees_all_equal(stats, train(x)[1])
 
 
+@pytest.mark.report(58)
 def test_limits_of_1_and_0_are_batch_normalization_bit_for_bit():
     x = normal(9, 2)
     y, _ = train(x, renorm=bnjax.Renorm(1.0, 0.0))
@@ -180,6 +185,7 @@ def test_wide_limits_normalize_as_evaluation_does():
     np.testing.assert_allclose(y, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.report(58)
 def test_no_gradient_goes_through_the_correction():
     x, weight = normal(9, 2), normal(9, 2, seed=1)
     var = functools.partial(jnp.var, axis=0, keepdims=True)
@@ -200,6 +206,7 @@ def test_no_gradient_goes_through_the_correction():
     chex.assert_trees_all_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.report(58)
 def test_a_schedule_is_traced_and_not_compiled_anew():
     train.clear_cache()
     for r_max in (1.0, 2.0, 3.0):
