@@ -4,6 +4,7 @@ Every statistic here has the rank of `x`, with 1 in the reduced axes ("kept" bel
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Inexact
 from bnjax.reduction import (
     Reduction,
     all_reduce,
+    axis_size,
     keep_valid,
     local_count,
     static_global_count,
@@ -101,9 +103,9 @@ def centre(
         return _sums_about(x, shift + step, mask, spec.reduction)
     # Equal on all devices that sum together, as its inputs are: they agree on the
     # branch, and the all-reduce inside it is safe.
-    # A variance that overflowed is NaN, and far too.
+    # A variance that overflowed may do so about this shift alone.
     near = jnp.abs(first.residual) <= FAR * jnp.sqrt(first.var + floor)
-    far = ~jnp.all(near)
+    far = ~jnp.all(near & jnp.isfinite(first.var))
     shift = shift + jnp.where(far, step, jnp.zeros_like(step))
     residual, var = lax.cond(
         far,
@@ -119,15 +121,23 @@ def _sums_about(
     """Returns the moments about `shift`: one read of `x` and one all-reduce."""
     z = keep_valid(x - shift, mask)
     count = static_global_count(x.shape, mask, reduction)
-    sums = [_sum(z, reduction), _sum(abs_square(z), reduction)]
+    # A power of two, which rounds nothing: the sum of squares must not overflow where
+    # their mean does not.
+    share = 2.0 ** -math.ceil(math.log2(max(_global_size(x.shape, reduction), 1)))
+    sums = [_sum(z, reduction), _sum(abs_square(z) * share, reduction)]
     if count is None:
         local = lax.expand_dims(local_count(x.shape, mask, reduction), reduction.axes)
         sums.append(local)
     residual, square, *counts = _reduce(sums, z.dtype, reduction)
     m = counts[0].real if count is None else jnp.full((), count, square.real.dtype)
-    residual, square = _divide(residual, m), _divide(square.real, m)
+    residual, square = _divide(residual, m), _divide(square.real, m) / share
     var = square - abs_square(residual)
     return Centred(shift, residual, jnp.maximum(var, jnp.zeros((), var.dtype)), m)
+
+
+def _global_size(shape: tuple[int, ...], reduction: Reduction) -> int:
+    """Returns the elements per feature over all devices, masked ones included."""
+    return math.prod(shape[axis] for axis in reduction.axes) * axis_size(reduction)
 
 
 def _reduce(sums: list[Array], dtype: Any, reduction: Reduction) -> list[Array]:

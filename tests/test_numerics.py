@@ -237,3 +237,11 @@ def test_report_42_evaluation_far_from_0():
     x = jnp.array([[1e6 + 0.5]])
     y, _ = batch_norm(x, stats(1e6, 0.01), use_running_average=True)
     np.testing.assert_allclose(y, [[4.99750]], rtol=1e-5)
+
+
+def test_a_sum_of_squares_may_be_larger_than_float32():
+    x = jnp.asarray(np.random.default_rng(0).normal(0, 1e18, (4096, 2)), jnp.float32)
+    y, moments = jax.jit(lambda x: normalize_batch(x, bnjax.init_batch_stats(2)))(x)
+    right = oracle.batch_norm(x, np.ones(2), np.zeros(2))
+    np.testing.assert_allclose(moments.var, np.float64(x).var(0), rtol=1e-5)
+    np.testing.assert_allclose(y, right, rtol=1e-5, atol=1e-5)
