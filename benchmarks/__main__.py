@@ -3,18 +3,22 @@
 import argparse
 import importlib
 import pathlib
+import sys
 
-NAMES = ("main_job",)
+NAMES = ("accuracy", "main_job")
 
 
 def main() -> None:
-    """Runs the comparison that the command line names."""
+    """Runs the comparison that the command line names; fails where it has faults."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--write", action="store_true", help="put it into README.md")
     options = parser.parse_args()
-    table = importlib.import_module(f"benchmarks.{options.name}").run()
+    comparison = importlib.import_module(f"benchmarks.{options.name}")
+    table = comparison.run()
     print(table)
+    if faults := getattr(comparison, "faults", list)():
+        sys.exit("\n".join(["", *faults]))
     if options.write:
         write(pathlib.Path("README.md"), options.name, table)
 

@@ -219,9 +219,9 @@ def sample_bytes() -> int:
     return sum(p.stat().st_size for p in Path(EMBEDDED).rglob("*") if p.is_file())
 
 
-def machine() -> str:
-    """Returns what the numbers hold for."""
-    names = ["jax", "flax", *(["torch"] if find_torch() else [])]
+def machine(*packages: str) -> str:
+    """Returns what the numbers hold for, with the versions of more packages."""
+    names = ["jax", "flax", *(["torch"] if find_torch() else []), *packages]
     versions = (f"{name} {importlib.metadata.version(name)}" for name in names)
     python = f"Python {platform.python_version()}"
     cores = f"{len(os.sched_getaffinity(0))} {platform.machine()} cores"
