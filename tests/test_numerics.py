@@ -239,6 +239,7 @@ def test_report_42_evaluation_far_from_0():
     np.testing.assert_allclose(y, [[4.99750]], rtol=1e-5)
 
 
+@pytest.mark.report(43)
 def test_a_sum_of_squares_may_be_larger_than_float32():
     x = jnp.asarray(np.random.default_rng(0).normal(0, 1e18, (4096, 2)), jnp.float32)
     y, moments = jax.jit(lambda x: normalize_batch(x, bnjax.init_batch_stats(2)))(x)
