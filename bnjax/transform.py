@@ -270,19 +270,22 @@ def _tangents(
     dtype = compute_dtype(x.dtype)
     t, scale_t, bias_t, epsilon_t = tangents
     t = keep_valid(t.astype(dtype), mask)
-    z = keep_valid(x.astype(dtype) - moments.shift - moments.residual, mask)
-    sums = [_sum(t, spec.reduction), _sum(_dot(z, t), spec.reduction)]
-    mean_t, half_var_t = _reduce(sums, dtype, spec.reduction)
-    mean_t = _divide(mean_t, moments.count)
-    half_var_t = _divide(half_var_t.real, moments.count)
     r = lax.rsqrt(moments.var + epsilon)
+    # x̂, not x − μ: the latter's factor is r³, which leaves float32 beyond 1e12.
+    z = keep_valid(x.astype(dtype) - moments.shift - moments.residual, mask)
+    x_hat = z * r.astype(dtype)
+    sums = [_sum(t, spec.reduction), _sum(_dot(x_hat, t), spec.reduction)]
+    mean_t, along_t = _reduce(sums, dtype, spec.reduction)
+    mean_t = _divide(mean_t, moments.count)
+    along_t = _divide(along_t.real, moments.count)
     a = scale * r.astype(dtype)
     # Grouped per channel first: then the transpose sums two arrays and not four.
     offset = bias_t - a * mean_t
-    slope = r.astype(dtype) * scale_t
-    slope = slope - a * (r * r * (half_var_t + 0.5 * epsilon_t)).astype(dtype)
-    y_t = keep_valid((a * t + offset + z * slope).astype(x.dtype), mask)
+    slope = scale_t - a * (along_t + 0.5 * r * epsilon_t).astype(dtype)
+    y_t = keep_valid((a * t + offset + x_hat * slope).astype(x.dtype), mask)
+    # A variance that overflowed has no gradient.
+    std = jnp.where(r > 0, 1 / jnp.where(r > 0, r, jnp.ones_like(r)), jnp.zeros_like(r))
     none = jnp.zeros_like
     return y_t, Centred(
-        none(moments.shift), mean_t, 2 * half_var_t, none(moments.count)
+        none(moments.shift), mean_t, 2 * std * along_t, none(moments.count)
     )
