@@ -101,7 +101,7 @@ def _as_flax(mask: Array | None, shape: tuple[int, ...]) -> Array | None:
     return lax.expand_dims(mask, range(len(shape) - mask.ndim))
 
 
-def result_dtype(dtype: Any, *values: Array | None) -> Any:
+def result_dtype(dtype: Any, *values: Any) -> Any:
     """Returns `dtype`, or else what the values promote to, by the rule of Flax."""
     if dtype is not None:
         return jnp.dtype(dtype)

@@ -11,7 +11,7 @@ from flax.nnx.nn import dtypes
 from jax import Array
 from jax.nn import initializers
 
-from bnjax.layer import call_layer, counts_calls, stored_batch_stats
+from bnjax.layer import call_layer, counts_calls, result_dtype, stored_batch_stats
 from bnjax.statistics import Moments, update_batch_stats
 from bnjax.transform import Renorm
 
@@ -161,8 +161,8 @@ class BatchNorm(nnx.Module):
         stats = self._running_values()
         values = {name: variable[...] for name, variable in stats.items()}
         with jax.numpy_dtype_promotion("standard"):
-            promoted = jax.eval_shape(
-                lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype)[0],
+            x_like, _, _, *parameters = jax.eval_shape(
+                lambda *arrays: self.promote_dtype(arrays, dtype=self.dtype),
                 *(x, values["mean"], values["var"], scale, bias),
             )
         y, moments = call_layer(
@@ -174,7 +174,7 @@ class BatchNorm(nnx.Module):
             use_running_average=use_running_average,
             mask=mask,
             renorm=self.renorm if renorm is None else renorm,
-            dtype=promoted.dtype,
+            dtype=result_dtype(self.dtype, x_like, *parameters),
             # Not an error as in Linen, which knows when it is initializing: modules
             # here are tried out on a batch of one.
             single="warning",
@@ -207,4 +207,8 @@ class BatchNorm(nnx.Module):
             unbiased=self.unbiased,
         )
         for name, variable in stats.items():
-            variable[...] = getattr(new, name)
+            value = getattr(new, name)
+            if value.dtype == values[name].dtype:
+                variable[...] = value
+            else:  # the mean of complex input is complex
+                variable.set_value(value)
