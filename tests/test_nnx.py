@@ -208,6 +208,7 @@ def test_a_promote_dtype_that_promotes_nothing_is_as_in_flax(input_dtype, dtype)
     assert_same(ours, theirs, ours[0][0].dtype)
 
 
+@pytest.mark.report(12)
 @pytest.mark.parametrize(
     ("dtype", "mean", "var", "x", "right"),
     [("float16", 3000.7, 1e5, 3316, 0.99707), ("bfloat16", 1001, 1, 1002, 1.0)],

@@ -50,6 +50,7 @@ def test_train_and_eval_set_the_mode_of_every_layer():
     assert not any(map(untouched, model.layers))
 
 
+@pytest.mark.report(69)
 @pytest.mark.parametrize("of_module", [None, True, False])
 @pytest.mark.parametrize("of_call", [True, False])
 def test_the_flag_of_the_call_takes_precedence(of_module, of_call):
@@ -156,6 +157,7 @@ CLOSED_OVER = {
 }
 
 
+@pytest.mark.report(48)
 @pytest.mark.parametrize("name", CLOSED_OVER)
 def test_closing_over_a_layer_in_training_is_an_error_not_a_lost_update(name):
     with pytest.raises(TraceContextError, match="BatchStat"):
@@ -272,6 +274,7 @@ def test_docs_stacked_layers_are_those_of_a_loop(docs):
     assert_close(docs.y_blocks, x)
 
 
+@pytest.mark.report(48)
 def test_docs_split_parameters_have_the_gradient_of_the_model(docs):
     net = values(docs.model)
     assert_moved(net["norm"], docs.x @ net["hidden"]["kernel"])
