@@ -187,3 +187,12 @@ def test_processes_that_cannot_meet_say_what_they_need(number, monkeypatch, caps
     err = capsys.readouterr().err
     assert "set JAX_COORDINATOR_ADDRESS (host:port), JAX_NUM_PROCESSES" in err
     assert err.count("\n") == 1
+
+
+def test_a_demo_that_is_stopped_says_so_in_one_line(monkeypatch, capsys):
+    def stop(**_):
+        raise Interrupted("Stopped after step 3")
+
+    monkeypatch.setattr("train.demo.run_demo", stop)
+    assert program.main([]) == 143
+    assert capsys.readouterr().err == "Stopped after step 3\n"

@@ -145,8 +145,13 @@ def _parse(kind: Any, argv: list[str], prog: str, **options: Any) -> Any:
 def _demo(argv: list[str]) -> int:
     options = _parse(Demo, argv, "python -m train", description=USAGE)
     from train.demo import run_demo
+    from train.loop import Interrupted
 
-    run_demo(**vars(options))
+    try:
+        run_demo(**vars(options))
+    except Interrupted as stopped:
+        print(stopped, file=sys.stderr)
+        return 143
     return 0
 
 

@@ -75,12 +75,12 @@ def run_figure1(
     finished = len(records) == len(NETWORKS) * (1 + num_steps // REPORT_EVERY)
     if not finished:
         check_data(dataset, data_dir)
-        if records:
-            print(f"The unfinished figure in {workdir} begins again.")
     free = FREE - {"num_steps"}
     claim_workdir(workdir, configs["with BN"], free=free, file=CONFIG)
     if not finished:
         with WorkdirLock(workdir):
+            if records:
+                print(f"The unfinished figure in {workdir} begins again.")
             records = _train_networks(configs, workdir / METRICS)
     path = workdir / "figure1.png"
     plot_figure1(records, caption(configs["with BN"])).savefig(path)

@@ -39,6 +39,8 @@ HARMLESS_LOGS = (
     "created with group size",  # the embedded sample is, and it reads as fast
     "OpenCV is not installed",  # Pillow decodes
     "has no dataset_info.json",  # DataError says it better
+    "read_only=True, setting",  # Orbax, of what evaluation asks for
+    "Given directory is read only",
 )
 
 
