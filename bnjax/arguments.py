@@ -88,20 +88,19 @@ def check_varying(shift: Any, axis_name: Any) -> None:
         raise ValueError(
             f"batch_stats differ between the devices of {varying}, over which "
             f"axis_name={axis_name!r} sums: they would add up sums about different "
-            "means. Pass batch_stats replicated (in_specs P()), after "
-            "merge_replica_stats if they were not synchronized so far."
+            "means. Pass the same to all (in_specs P()): those of one device, or what "
+            "merge_moments makes of all if they were not synchronized so far."
         )
 
 
 def make_correction(
-    renorm: Renorm | None, x: Array, mean: Array, var: Array | None
+    renorm: Renorm | None, x: Array, mean: Array, var: Array
 ) -> Correction | None:
     """Returns the correction towards running values, both of the rank of `x`."""
     if renorm is None:
         return None
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"renorm is for real input; x has dtype {x.dtype}.")
-    assert var is not None
     for name, value, least in zip(("r_max", "d_max"), renorm, (1, 0), strict=True):
         if not isinstance(value, Tracer) and not float(value) >= least:
             raise ValueError(

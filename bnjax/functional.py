@@ -262,9 +262,14 @@ def _transform_batch(
             raise ValueError(message)
         warnings.warn(message, stacklevel=2)
     epsilon = jnp.asarray(epsilon, shift.real.dtype)
-    return batch_transform(
-        Spec(reduction, two_pass), x, scale, bias, epsilon, shift, mask, correction
-    )
+    spec = Spec(reduction, two_pass)
+    # Devices are within some map, and JAX's errors about them belong to this call.
+    transform = _compiled if reduction.axis_name is None else batch_transform
+    return transform(spec, x, scale, bias, epsilon, shift, mask, correction)
+
+
+# Outside of jit the conditional inside would be compiled anew in every call.
+_compiled = jax.jit(batch_transform, static_argnums=0, inline=True)
 
 
 def inference_affine(

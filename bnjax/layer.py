@@ -1,6 +1,5 @@
 """One call of a layer, which the Linen and the NNX module share."""
 
-import functools
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -105,8 +104,6 @@ def result_dtype(dtype: Any, *values: Any) -> Any:
     """Returns `dtype`, or else what the values promote to, by the rule of Flax."""
     if dtype is not None:
         return jnp.dtype(dtype)
-    dtype = functools.reduce(
-        promote, (value.dtype for value in values if value is not None)
-    )
+    dtype = promote(*(value.dtype for value in values if value is not None))
     inexact = jnp.issubdtype(dtype, jnp.inexact)
     return dtype if inexact else promote(dtype, jnp.float32)

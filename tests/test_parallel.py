@@ -186,3 +186,11 @@ def test_devices_find_a_far_mean_together(mode):
     valid = np.asarray(batch()[0])[MASKS["uneven"]].reshape(-1, 3)
     _, var = oracle.population([valid])
     np.testing.assert_allclose(found[1][1].var, 0.5 + 0.5 * var, rtol=1e-6)
+
+
+def test_outside_of_jit_nothing_is_compiled_twice(caplog):
+    x, start = jnp.arange(8.0).reshape(4, 2), bnjax.init_batch_stats(2)
+    bnjax.batch_norm(x, start)
+    with jax.log_compiles():
+        bnjax.batch_norm(x, start)
+    assert not [r for r in caplog.records if "Compiling" in r.getMessage()]
