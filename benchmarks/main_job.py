@@ -27,7 +27,7 @@ from train.figure1 import (
     UNIT,
     load_digits,
     make_look,
-    train_network,
+    start_networks,
 )
 from train.parallel import simulate_devices
 from train.sources import EMBEDDED
@@ -52,7 +52,7 @@ def run() -> str:
     ways: dict[str, Way] = {
         "bnjax, scanned on the device": scanned,
         "a jitted step, batches from the host": each(plain),
-        "the matrix products alone": products,
+        "the matrix products alone, which no way can do without": products,
     }
     if find_torch():
         ways["PyTorch"] = each(pytorch)
@@ -97,12 +97,7 @@ def each(way: Callable[[Config], Chunk]) -> Way:
 
 def scanned(configs: list[Config]) -> list[Chunk]:
     """The program's own way: a dispatch for a chunk, networks side by side."""
-    data = load_digits(configs[0])
-    devices = itertools.cycle(jax.local_devices())
-    runs = [
-        train_network(config, jax.device_put(data, device))
-        for config, device in zip(configs, devices, strict=False)
-    ]
+    runs = start_networks(configs)
     for run in runs:
         next(run)  # the look before the first step
     return [lambda: jax.device_get([next(run) for run in runs])]

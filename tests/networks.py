@@ -10,6 +10,7 @@ from flax.traverse_util import flatten_dict
 from bnjax.models import Inception
 
 IMAGENET = (1, 224, 224, 3)
+QUICK = {"xla_backend_optimization_level": 0}  # compiles twice as fast
 TINY = functools.partial(Inception, num_classes=10, stem="small", width=1 / 16)
 
 

@@ -10,8 +10,9 @@ from train import loop
 from train.config import RUNS, RunError
 from train.data import DATASETS, DataError, load_arrays
 from train.evaluation import Evaluation, evaluate
-from train.loop import Diverged, Interrupted, train
+from train.loop import Diverged, train
 from train.parallel import make_mesh, replicated
+from train.stop import Interrupted
 from train.workdir import Checkpoints, read_config, read_records
 
 CONFIG = dataclasses.replace(
@@ -180,6 +181,21 @@ def test_sigterm_saves_the_step_and_stops(tmp_path, monkeypatch):
         train(CONFIG, tmp_path)
     assert last_state(tmp_path).step == 3
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_step_whose_evaluation_fails_is_saved_all_the_same(tmp_path):
+    def fail(*_):
+        raise DataError("picture 3 is unreadable")
+
+    config = dataclasses.replace(CONFIG, eval_every=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.Evaluation, "__call__", fail)
+        with pytest.raises(DataError, match="picture 3"):
+            train(config, tmp_path)
+    assert last_state(tmp_path).step == 2
+    train(config, tmp_path)  # owes the evaluation, and goes on
+    evaluated = [r["step"] for r in read_records(tmp_path) if "accuracy" in r]
+    assert evaluated == [2, 4, 6, 7]
 
 
 # Refusals

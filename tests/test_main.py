@@ -6,7 +6,7 @@ import pytest
 from train import __main__ as program
 from train import evaluation, loop
 from train.config import RUNS
-from train.loop import Interrupted
+from train.stop import Interrupted
 
 RESULT = {"accuracy": 0.75, "accuracy_top5": 0.9, "eval_loss": 1.0, "count": 17}
 

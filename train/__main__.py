@@ -14,6 +14,7 @@ import tyro
 
 from train.config import RUNS, Config, RunError
 from train.data import DataError
+from train.stop import Interrupted
 
 USAGE = """\
 usage: python -m train [options]            the main job: Figure 1, then two networks
@@ -94,6 +95,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         return _run(argv)
+    except Interrupted as stopped:
+        # Every process stops here, so they end together.
+        print(stopped, file=sys.stderr)
+        return 143
     except (RunError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         status = 2
@@ -145,13 +150,8 @@ def _parse(kind: Any, argv: list[str], prog: str, **options: Any) -> Any:
 def _demo(argv: list[str]) -> int:
     options = _parse(Demo, argv, "python -m train", description=USAGE)
     from train.demo import run_demo
-    from train.loop import Interrupted
 
-    try:
-        run_demo(**vars(options))
-    except Interrupted as stopped:
-        print(stopped, file=sys.stderr)
-        return 143
+    run_demo(**vars(options))
     return 0
 
 
@@ -164,15 +164,11 @@ def _fit(argv: list[str]) -> int:
     options = _parse(runs, argv, "python -m train fit")
     if options.multi_process:
         _join_processes()
-    from train.loop import Interrupted, train
+    from train.loop import train
 
     config = options.config
     workdir = options.workdir or Path("runs") / f"{name}-{config.dataset}"
-    try:
-        result = train(config, workdir, name=name)
-    except Interrupted as stopped:
-        print(stopped, file=sys.stderr)
-        return 143
+    result = train(config, workdir, name=name)
     if jax.process_index() == 0:
         done = f"{name} after {config.num_steps} steps"
         print(f"{done}: {_errors(result)}; kept in {workdir}")

@@ -114,13 +114,7 @@ def compare(records: list[Record]) -> str:
 
 def _train_networks(configs: dict[str, Config], path: Path) -> list[Record]:
     """Returns the records of all networks; each is written as it comes."""
-    data = load_digits(next(iter(configs.values())))
-    # At the same time, each on a device of its own where there are enough of them.
-    devices = itertools.cycle(jax.local_devices())
-    runs = [
-        train_network(config, jax.device_put(data, device))
-        for config, device in zip(configs.values(), devices, strict=False)
-    ]
+    runs = start_networks(list(configs.values()))
     records = []
     with path.open("w") as lines, make_progress() as progress:
         tasks = [
@@ -135,6 +129,19 @@ def _train_networks(configs: dict[str, Config], path: Path) -> list[Record]:
                 records.append(record)
                 progress.update(task, completed=record["step"])
     return records
+
+
+def start_networks(configs: list[Config]) -> list[Iterator[Report]]:
+    """Returns the reports of each, that train at the same time.
+
+    Each is on a device of its own, where there are enough of them.
+    """
+    data = load_digits(configs[0])
+    devices = itertools.cycle(jax.local_devices())
+    return [
+        train_network(config, jax.device_put(data, device))
+        for config, device in zip(configs, devices, strict=False)
+    ]
 
 
 def load_digits(config: Config) -> dict[str, Array]:

@@ -24,7 +24,7 @@ from train.parallel import (
 )
 from train.record import Recorder
 from train.step import TrainState, first_state, make_train_step
-from train.stop import StopSignal
+from train.stop import Interrupted, StopSignal
 from train.workdir import (
     Checkpoints,
     claim_workdir,
@@ -32,10 +32,6 @@ from train.workdir import (
     rewind_records,
     write_config,
 )
-
-
-class Interrupted(Exception):
-    """The run was asked to stop, and has saved its state."""
 
 
 class Diverged(RunError):
@@ -153,7 +149,7 @@ class Run:
                 self._report(step, pending)
                 pending = []
             if evaluating:
-                result = self._evaluate(step, state)
+                result = self._evaluate_or_save(step, state, saving=saving)
             if saving:
                 self._save(step, state, result["accuracy"] if evaluating else None)
             if stopping:
@@ -199,6 +195,20 @@ class Run:
             f"Not finite at step {step}: {what}. {kept}. Lower --learning-rate, in "
             "another --workdir."
         )
+
+    def _evaluate_or_save(
+        self, step: int, state: TrainState, *, saving: bool
+    ) -> Metrics:
+        """Returns an evaluation; should it fail, the step that was due is saved.
+
+        Not with several processes: the others may not know, and a save needs all.
+        """
+        try:
+            return self._evaluate(step, state)
+        except BaseException:
+            if saving and jax.process_count() == 1:
+                self._save(step, state, None)
+            raise
 
     def _evaluate(self, step: int, state: TrainState) -> Metrics:
         """Evaluates and records it."""

@@ -7,6 +7,10 @@ import jax
 from jax.experimental import multihost_utils
 
 
+class Interrupted(Exception):
+    """The run was asked to stop, and has saved its state."""
+
+
 class StopSignal:
     """Notices SIGTERM, so that a run can save before it ends."""
 
