@@ -159,8 +159,7 @@ def update_batch_stats(
       ValueError: `momentum` is a number outside [0, 1], or None without a count.
     """
     check_momentum(momentum)
-    counted = isinstance(batch_stats, CountedBatchStats)
-    if momentum is None and not counted:
+    if momentum is None and not isinstance(batch_stats, CountedBatchStats):
         raise ValueError(
             "momentum=None averages over all calls, whose number must be known: give "
             "CountedBatchStats(mean, var, count=zeros), or a momentum in [0, 1]."

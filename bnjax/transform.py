@@ -228,7 +228,8 @@ def _renorm(
     running = jnp.sqrt(var + epsilon)
     r = jnp.clip(jnp.sqrt(moments.var + epsilon) / running, 1 / r_max, r_max)
     d = (moments.shift - mean) + moments.residual
-    return r, jnp.clip(d / running, -d_max, d_max)
+    # The rule is differentiated again for second derivatives.
+    return lax.stop_gradient((r, jnp.clip(d / running, -d_max, d_max)))
 
 
 def affine(x: Array, moments: Centred, multiplier: Array, bias: Array) -> Array:
