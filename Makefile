@@ -22,10 +22,10 @@ check: $(READY)  ## format, lint, types
 docs: $(READY)  ## build/docs/index.html
 	$(VENV)/bin/sphinx-build -W -q -b html docs build/docs
 
-benchmark: $(READY)  ## the table of README.md, beside PyTorch; errors beside all
+benchmark: $(READY)  ## the tables of README.md, beside other libraries
 	$(VENV)/bin/pip install --quiet torch==2.13.0 'dm-haiku>=0.0.17' 'equinox>=0.13.8'
 	$(VENV)/bin/python -m benchmarks main_job --write
-	$(VENV)/bin/python -m benchmarks accuracy
+	$(VENV)/bin/python -m benchmarks accuracy --write
 
 lock:  ## requirements.txt anew, with the newest versions; needs uv
 	uv pip compile pyproject.toml --extra test --extra docs --universal --python-version 3.11 \
