@@ -186,7 +186,6 @@ def test_wide_limits_normalize_as_evaluation_does():
     np.testing.assert_allclose(y, right, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.report(58)
 def gradients(function):
     return jax.grad(function, (0, 1, 2))
 
@@ -196,6 +195,7 @@ def of_gradients(function):
     return gradients(lambda *args: optax.tree.norm(gradients(function)(*args)) ** 2)
 
 
+@pytest.mark.report(58)
 @pytest.mark.parametrize("derivative", [gradients, of_gradients])
 def test_no_gradient_goes_through_the_correction(derivative):
     x, weight = normal(9, 2), normal(9, 2, seed=1)
