@@ -252,33 +252,5 @@ def test_a_resident_split_is_decoded_once(monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, first, again)
 
 
-# Broken pictures
-
-
-def test_an_unreadable_training_picture_is_masked_and_named(data_dir, caplog):
-    options = STREAM | {"split": "broken", "data_dir": data_dir}
-    options |= {"batch_size": 3, "sharding": batch_sharding(1)}
-    batch = fetch(data.train_batches(**options, seed=0), 1)
-    assert batch["mask"].sum() == 1
-    np.testing.assert_array_equal(batch["image"].any((1, 2, 3)), batch["mask"])
-    assert "cut.JPEG" in caplog.text
-    assert "no.JPEG" in caplog.text
-
-
-def test_too_many_unreadable_pictures_end_the_training(data_dir):
-    options = STREAM | {"split": "broken", "data_dir": data_dir}
-    options |= {"batch_size": 3, "sharding": batch_sharding(1)}
-    batches = data.train_batches(**options, seed=0, max_corrupt=3)
-    with pytest.raises(data.DataError, match=r"at most 3 allowed.* is (cut|no)\.JPEG"):
-        fetch(batches, 3)
-
-
-def test_an_unreadable_picture_ends_the_evaluation(data_dir):
-    options = STREAM | {"split": "broken", "data_dir": data_dir}
-    batches = data.eval_batches(**options, batch_size=4, sharding=batch_sharding(1))
-    with pytest.raises(data.DataError, match=r"(cut|no)\.JPEG"):
-        next(batches)
-
-
 def test_the_examples_in_the_docstrings_run():
     assert doctest.testmod(data).failed == 0

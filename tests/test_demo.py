@@ -6,9 +6,10 @@ import jax
 import pytest
 
 from train import demo, parallel
-from train.config import RUNS
+from train.config import RUNS, RunError
 
 OPTIONS = {"dataset": "mnist_subset", "data_dir": None, "seed": 5}
+OPTIONS |= {"num_steps": 500, "network_steps": 20}
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def trained(monkeypatch):
 
 
 def test_both_networks_are_trained_in_small_on_the_digits(trained, tmp_path):
-    demo.run_networks(**OPTIONS, num_steps=20, workdir=tmp_path)
+    demo.run_demo(only="networks", **OPTIONS, workdir=tmp_path)
     assert [(name, workdir) for name, _, workdir in trained] == [
         ("inception", tmp_path / "inception"),
         ("bn_x5", tmp_path / "bn_x5"),
@@ -48,9 +49,21 @@ def test_in_small_a_run_keeps_what_the_paper_compares(name):
     assert [getattr(config, k) for k in kept] == [getattr(RUNS[name], k) for k in kept]
 
 
+@pytest.mark.parametrize(("devices", "batch"), [(1, 64), (3, 66), (4, 64), (7, 70)])
+def test_a_batch_in_small_divides_over_any_devices(devices, batch, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    config = demo.small(RUNS["bn_x5"], "mnist_subset", None, 20, 0)
+    assert config.batch_size == batch
+
+
+def test_what_is_wrong_with_the_networks_is_said_before_the_figure(monkeypatch):
+    monkeypatch.setattr(demo, "run_figure1", None)
+    with pytest.raises(RunError, match="num_steps=0 must be more than 0"):
+        demo.run_demo(only=None, workdir=None, **{**OPTIONS, "network_steps": 0})
+
+
 def test_accuracies_stand_side_by_side(trained, tmp_path, capsys):
-    result = demo.run_networks(**OPTIONS, num_steps=20, workdir=tmp_path)
-    assert result == {"inception": 0.5, "bn_x5": 0.875}
+    demo.run_demo(only="networks", **OPTIONS, workdir=tmp_path)
     assert capsys.readouterr().out.splitlines() == [
         "test accuracy (%) after 20 steps on 4 cpu devices",
         "   inception   50.00",
@@ -69,9 +82,8 @@ def test_accuracies_stand_side_by_side(trained, tmp_path, capsys):
 def test_each_part_can_be_run_alone(only, parts, tmp_path, monkeypatch):
     ran = []
     monkeypatch.setattr(demo, "run_figure1", lambda **_: ran.append("figure1"))
-    monkeypatch.setattr(demo, "run_networks", lambda **_: ran.append("networks"))
-    options = {**OPTIONS, "num_steps": 500, "network_steps": 20, "workdir": tmp_path}
-    demo.run_demo(only=only, **options)
+    monkeypatch.setattr(demo, "run_networks", lambda *_: ran.append("networks"))
+    demo.run_demo(only=only, **OPTIONS, workdir=tmp_path)
     assert ran == parts
 
 

@@ -124,29 +124,27 @@ def free_port():
         return listener.getsockname()[1]
 
 
-@pytest.fixture
-def two_processes(tmp_path):
-    """Two processes of two devices each: their output, and the common workdir."""
-    workdir, address = tmp_path / "run", f"localhost:{free_port()}"
-    arguments = [*FEW, "--multi-process"]
+@contextlib.contextmanager
+def fit_in_two_processes(*arguments, workdir):
+    """Starts two processes of two devices each."""
+    address = f"localhost:{free_port()}"
     common = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    options = {"workdir": workdir, "devices": 2, **common}
+    arguments = [*arguments, "--multi-process"]
     with (
-        fit(
-            *arguments, workdir=workdir, devices=2, JAX_PROCESS_ID="0", **common
-        ) as first,
-        fit(
-            *arguments, workdir=workdir, devices=2, JAX_PROCESS_ID="1", **common
-        ) as second,
+        fit(*arguments, JAX_PROCESS_ID="0", **options) as first,
+        fit(*arguments, JAX_PROCESS_ID="1", **options) as second,
     ):
-        results = [process.communicate(timeout=TIMEOUT) for process in (first, second)]
-    assert (first.returncode, second.returncode) == (0, 0), results
-    return workdir, [out for out, _ in results]
+        yield first, second
 
 
-def test_two_processes_train_as_one(two_processes, tmp_path):
-    workdir, (first, second) = two_processes
-    assert "step 20: accuracy" in first
-    assert "step 20" not in second
+def test_two_processes_train_as_one(tmp_path):
+    workdir = tmp_path / "run"
+    with fit_in_two_processes(*FEW, workdir=workdir) as processes:
+        results = [process.communicate(timeout=TIMEOUT) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], results
+    assert "step 20: accuracy" in results[0][0]
+    assert "step 20" not in results[1][0]
     fit_to_the_end(*FEW, workdir=tmp_path / "one", devices=4)
     assert_records_agree(workdir, tmp_path / "one", rtol=1e-5)
     jax.tree.map(
@@ -154,6 +152,18 @@ def test_two_processes_train_as_one(two_processes, tmp_path):
         last_state(workdir),
         last_state(tmp_path / "one"),
     )
+
+
+def test_two_processes_of_which_one_is_terminated_save_and_stop(tmp_path):
+    workdir = tmp_path / "run"
+    arguments = ["mnist_sigmoid_bn", "--log-every", "1", "--num-steps", "30000"]
+    with fit_in_two_processes(*arguments, workdir=workdir) as processes:
+        wait_for_step(workdir, 5, processes[0])
+        processes[1].terminate()
+        results = [process.communicate(timeout=TIMEOUT) for process in processes]
+    assert [process.returncode for process in processes] == [143, 143], results
+    stopped = int(last_state(workdir).step)
+    assert f"Stopped after step {stopped}, which is saved." in results[0][1]
 
 
 def assert_records_agree(workdir, other, *, rtol):
@@ -166,6 +176,20 @@ def assert_records_agree(workdir, other, *, rtol):
         )
 
 
+@pytest.mark.parametrize("devices", [1, 4])
+def test_evaluation_says_nothing_but_its_result(devices, unbroken):
+    command = [sys.executable, "-m", "train", "evaluate", str(unbroken)]
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    options = ["--split", "train[:17]", "--batch-size", "4"]
+    done = subprocess.run(
+        [*command, *options], env=env, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    assert done.stdout.startswith("step 2000: top-1 error ")
+    assert done.stdout.endswith(", n = 17\n")
+    assert done.stderr == ""
+
+
 # Inception: dropout, augmentation and synchronized statistics
 
 
@@ -174,6 +198,13 @@ def alone(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("alone") / "run"
     fit_to_the_end(*INCEPTION, workdir=workdir, JAX_ENABLE_X64="1")
     return workdir
+
+
+def test_microbatches_over_devices_are_those_of_one_device(tmp_path):
+    options = [*FEW, "--batch-size", "64", "--accumulate", "4"]
+    for devices in (1, 4):
+        fit_to_the_end(*options, workdir=tmp_path / str(devices), devices=devices)
+    assert_records_agree(tmp_path / "1", tmp_path / "4", rtol=1e-5)
 
 
 @pytest.mark.parametrize("parallel", ["shard_map", "pmap"])

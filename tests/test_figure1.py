@@ -95,6 +95,17 @@ def test_an_unfinished_figure_begins_again(tmp_path, monkeypatch):
     assert path.read_text() == whole
 
 
+def test_a_loss_that_is_not_finite_ends_the_figure(tmp_path, monkeypatch):
+    def diverge(config, data):
+        for step, loss in ((0, None), (500, np.float32(2)), (1000, np.float32("nan"))):
+            yield Report(step, loss, {"count": 10, "correct": 1}, np.zeros(3))
+        raise AssertionError("the training went on")
+
+    monkeypatch.setattr(figure1, "train_network", diverge)
+    with pytest.raises(RunError, match="the loss is nan in the 500 steps before step"):
+        run_figure1(**OPTIONS, num_steps=1500, workdir=tmp_path)
+
+
 @pytest.mark.parametrize("change", [{"seed": 1}, {"num_steps": 1500}])
 def test_another_figure_does_not_get_the_workdir(drawn, change):
     options = {**OPTIONS, "num_steps": 1000, **change}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from train import loop
+from train import evaluation, loop
 from train.config import RUNS, RunError
 from train.data import DATASETS, DataError, load_arrays
 from train.evaluation import Evaluation, evaluate
@@ -196,6 +196,22 @@ def test_a_step_whose_evaluation_fails_is_saved_all_the_same(tmp_path):
     train(config, tmp_path)  # owes the evaluation, and goes on
     evaluated = [r["step"] for r in read_records(tmp_path) if "accuracy" in r]
     assert evaluated == [2, 4, 6, 7]
+
+
+def test_a_stop_amid_an_evaluation_saves_the_step(tmp_path, monkeypatch):
+    def raising(*args, **kwargs):
+        for number, batch in enumerate(real(*args, **kwargs)):
+            if number == 1:
+                signal.raise_signal(signal.SIGTERM)
+            yield batch
+            assert number < 1, "the evaluation went on"
+
+    real = evaluation.eval_batches
+    monkeypatch.setattr(evaluation, "eval_batches", raising)
+    with pytest.raises(Interrupted, match="after step 3"):
+        train(CONFIG, tmp_path)
+    assert last_state(tmp_path).step == 3
+    assert not any("accuracy" in record for record in read_records(tmp_path))
 
 
 # Refusals

@@ -110,6 +110,7 @@ def test_fit_takes_every_field_of_the_contract(calls):
         "eval_every": 2,
         "checkpoint_every": 3,
         "parallel": "pmap",
+        "accumulate": 4,
     }
     words = [
         word
@@ -133,7 +134,7 @@ def test_fit_prints_the_errors(calls, capsys):
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
-        (Interrupted("Stopped after step 3"), 143, "Stopped after step 3\n"),
+        (Interrupted(3), 143, f"{Interrupted(3)}\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (loop.Diverged("Step 3: no"), 2, "error: Step 3: no\n"),
     ],
@@ -191,8 +192,8 @@ def test_processes_that_cannot_meet_say_what_they_need(number, monkeypatch, caps
 
 def test_a_demo_that_is_stopped_says_so_in_one_line(monkeypatch, capsys):
     def stop(**_):
-        raise Interrupted("Stopped after step 3")
+        raise Interrupted(3)
 
     monkeypatch.setattr("train.demo.run_demo", stop)
     assert program.main([]) == 143
-    assert capsys.readouterr().err == "Stopped after step 3\n"
+    assert capsys.readouterr().err == f"{Interrupted(3)}\n"

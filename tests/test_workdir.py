@@ -121,6 +121,12 @@ def test_a_line_cut_off_by_a_kill_is_passed_over(tmp_path):
     assert read_records(tmp_path) == [{"step": 1}]
 
 
+@pytest.mark.parametrize("line", ["null", "7", "{}", "[]"])
+def test_a_line_that_is_no_record_is_passed_over(tmp_path, line):
+    write_lines(tmp_path, '{"step": 1}\n', line + "\n")
+    assert read_records(tmp_path) == [{"step": 1}]
+
+
 def test_rewinding_drops_what_comes_after_a_step(tmp_path):
     lines = [json.dumps({"step": step}) + "\n" for step in (1, 2, 2, 3)]
     write_lines(tmp_path, *lines, '{"step": 4, "lo')
@@ -204,6 +210,27 @@ def test_a_state_comes_back_on_the_devices_asked_for(
         state = checkpoints.restore(RUN, 1, replicated(mesh))
     assert len(state.params["w"].devices()) == num_devices
     jax.tree.map(np.testing.assert_array_equal, state, make_state(1))
+
+
+@pytest.mark.parametrize("part", ["default", "metrics"])
+def test_a_damaged_checkpoint_is_named_and_may_be_moved_away(
+    part, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("train.workdir.init_state", lambda config: make_state(0))
+    save_all(tmp_path, [0.5, 0.6], keep=2)
+    folder = tmp_path / "checkpoints" / "2"
+    files = [path for path in (folder / part).rglob("*") if path.is_file()]
+    assert [path.write_bytes(b"") for path in files]
+    sharding = replicated(Mesh(np.array(jax.devices()[:1]), (AXIS,)))
+
+    def restore():
+        with Checkpoints(tmp_path) as checkpoints:
+            return checkpoints.restore(RUN, checkpoints.latest_step(), sharding)
+
+    with pytest.raises(RunError, match=f"Cannot read {folder.parent}"):
+        restore()
+    folder.rename(tmp_path / "away")
+    assert restore().position == 60
 
 
 def test_two_commands_do_not_work_in_one_folder(tmp_path):

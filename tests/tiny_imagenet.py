@@ -20,10 +20,14 @@ def picture(seed, *, mode="RGB", kind="JPEG", size=(64, 48)):
 def write_tfds(data_dir, *, name, splits, file_format="array_record"):
     """Prepares a data set by TFDS's own builder: names of pictures, and their bytes."""
 
+    def record(self, key, label, data):
+        named = {"file_name": key} if "file_name" in self.info.features else {}
+        return key, {**named, "label": label, "image": data}
+
     def generators(self, manager):
         return {
             split: (
-                (key, {"file_name": key, "label": i % 10, "image": data})
+                record(self, key, i % 10, data)
                 for i, (key, data) in enumerate(files.items())
             )
             for split, files in splits.items()

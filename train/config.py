@@ -8,7 +8,10 @@ import jax
 
 IMAGENET_BATCHES = 1_281_167 / 32  # in an epoch, at the paper's batch size
 
-
+POSITIVE = ("batch_size", "accumulate", "num_steps", "width", "decay_rate")
+POSITIVE += ("decay_steps", "image_size", "log_every", "eval_every")
+POSITIVE += ("checkpoint_every", "keep")
+NOT_NEGATIVE = ("learning_rate", "weight_decay", "num_workers", "max_corrupt", "seed")
 INCEPTION_FIELDS = ("dropout_rate", "local_response_norm", "width")
 
 
@@ -45,9 +48,12 @@ class Config:
     image_size: int = 224
     """Side of the crops of imagenet2012."""
     photometric: Literal["none", "weak", "full"] = "weak"
-    """Strength of the distortions of brightness, contrast and colour."""
+    """Strength of the distortions of brightness, contrast and colour; grey digits are
+    left as they are."""
     num_workers: int = 0
-    """Processes that decode streamed images, beside the threads of this one."""
+    """Processes that decode imagenet2012, beside the threads of this one."""
+    max_corrupt: int = 100
+    """Unreadable pictures that training leaves out; evaluation leaves out none."""
 
     batch_size: int = 32
     """Global: the sum over all devices."""
@@ -82,50 +88,37 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raises on a value that no run can have."""
-        positive = (
-            "batch_size",
-            "accumulate",
-            "num_steps",
-            "width",
-            "decay_rate",
-            "decay_steps",
-            "image_size",
-            "log_every",
-            "eval_every",
-            "checkpoint_every",
-            "keep",
-        )
-        for name in positive:
-            self._check(name, getattr(self, name) > 0, "more than 0")
-        for name in ("learning_rate", "weight_decay", "num_workers", "seed"):
-            self._check(name, getattr(self, name) >= 0, "at least 0")
-        for name in ("bn_momentum", "sgd_momentum"):
-            self._check(name, 0 <= getattr(self, name) <= 1, "in [0, 1]")
-        even = self.batch_size % self.accumulate == 0
-        self._check("accumulate", even, f"a divisor of batch_size={self.batch_size}")
-        self._check("dropout_rate", 0 <= self.dropout_rate < 1, "in [0, 1)")
-        self._check("seed", self.seed < 2**31, "less than 2³¹")
-        drawn = self.batch_size * self.num_steps
-        self._check(
-            "num_steps",
-            drawn < 2**31,
-            "so small that fewer than 2³¹ examples are drawn",
-        )
-        known = jax.dtypes.canonicalize_dtype(self.dtype) == self.dtype
-        self._check("dtype", known, "used with JAX_ENABLE_X64=1 in the environment")
-        if self.model == "mlp":
-            few = self.batch_norm and self.batch_size // self.accumulate < 2
-            least = f"at least {2 * self.accumulate} with batch normalization"
-            self._check("batch_size", not few, least)
-            for name in ("dropout_rate", "local_response_norm", "width"):
-                default = (
-                    getattr(self, name) == type(self).__dataclass_fields__[name].default
-                )
-                self._check(name, default, "left alone: only inception has it")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             finite = not isinstance(value, float) or math.isfinite(value)
             self._check(field.name, finite, "finite")
+        for name in POSITIVE:
+            self._check(name, getattr(self, name) > 0, "more than 0")
+        for name in NOT_NEGATIVE:
+            self._check(name, getattr(self, name) >= 0, "at least 0")
+        for name in ("bn_momentum", "sgd_momentum"):
+            self._check(name, 0 <= getattr(self, name) <= 1, "in [0, 1]")
+        self._check("dropout_rate", 0 <= self.dropout_rate < 1, "in [0, 1)")
+        self._check("seed", self.seed < 2**31, "less than 2³¹")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raises on values that do not go with one another, or here."""
+        even = self.batch_size % self.accumulate == 0
+        self._check("accumulate", even, f"a divisor of batch_size={self.batch_size}")
+        few = self.batch_size * self.num_steps < 2**31
+        allowed = "so small that fewer than 2³¹ examples are drawn"
+        self._check("num_steps", few, allowed)
+        known = jax.dtypes.canonicalize_dtype(self.dtype) == self.dtype
+        self._check("dtype", known, "used with JAX_ENABLE_X64=1 in the environment")
+        if self.model == "mlp":
+            lone = self.batch_norm and self.batch_size // self.accumulate < 2
+            least = f"at least {2 * self.accumulate} with batch normalization"
+            self._check("batch_size", not lone, least)
+            for name in INCEPTION_FIELDS:
+                default = type(self).__dataclass_fields__[name].default
+                untouched = getattr(self, name) == default
+                self._check(name, untouched, "left alone: only inception has it")
 
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:

@@ -41,10 +41,11 @@ def load_resident(
     split: str,
     sharding: NamedSharding,
     data_dir: str | os.PathLike | None = None,
+    max_corrupt: int = 0,
 ) -> Resident:
     """Returns a split on all devices of the sharding's mesh; decoded the first time."""
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
-    arrays = load_arrays(name, split=split, data_dir=data_dir)
+    arrays = load_arrays(name, split=split, data_dir=data_dir, max_corrupt=max_corrupt)
     return Resident(
         *(
             jax.make_array_from_process_local_data(everywhere, array, array.shape)
@@ -119,9 +120,9 @@ def train_batches(
       image_size: Side of an ImageNet crop, in pixels.
       num_workers: Processes that decode ImageNet; 0: threads of this one. The batches
         are the same.
-      max_corrupt: How many unreadable pictures (repeats included) a process may draw
-        from this iterator. Each is logged, zeroed and masked. The rows say themselves
-        that they are corrupt, so threads and worker processes are counted alike.
+      max_corrupt: How many unreadable pictures a process may come across. Each is
+        logged once; it is left out of a small data set, and zeroed and masked in a
+        batch of ImageNet.
 
     Returns:
       An iterator of `image` (B, H, W, C) uint8 and `label` (B,) int32, and for ImageNet
@@ -151,7 +152,13 @@ def train_batches(
             num_workers=num_workers,
             max_corrupt=max_corrupt,
         )
-    resident = load_resident(name, split=split, sharding=sharding, data_dir=data_dir)
+    resident = load_resident(
+        name,
+        split=split,
+        sharding=sharding,
+        data_dir=data_dir,
+        max_corrupt=max_corrupt,
+    )
     return _resident_train_batches(resident, **options, sharding=sharding)
 
 

@@ -11,6 +11,7 @@ from train.config import Config, RunError
 from train.data import eval_batches
 from train.parallel import make_mesh, replicated, sharded
 from train.step import TrainState, eval_step, make_model
+from train.stop import StopSignal
 from train.workdir import Checkpoints, read_config
 
 Metrics = dict[str, float]
@@ -19,8 +20,11 @@ Metrics = dict[str, float]
 class Evaluation:
     """Accuracy over a split, every example exactly once; compiled once."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        """Holds the run's model and data."""
+    def __init__(
+        self, config: Config, mesh: Mesh, stop: StopSignal | None = None
+    ) -> None:
+        """Holds the run's model and data; `stop` ends an evaluation between batches."""
+        self._stop = stop
         self._config = config
         self._mesh = mesh
         self._step = jax.jit(
@@ -48,6 +52,8 @@ class Evaluation:
         )
         sums = []
         for batch in batches:
+            if self._stop:
+                self._stop.check(int(state.step))
             sums.append(self._step(state, batch))
             if jax.default_backend() == "cpu":
                 # Processes may not start independent programs in different orders:

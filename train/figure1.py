@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,6 +126,11 @@ def _train_networks(configs: dict[str, Config], path: Path) -> list[Record]:
         for reports in zip(*runs, strict=True):
             for network, task, report in zip(configs, tasks, reports, strict=True):
                 record = {**_record(report), "network": network}
+                if not math.isfinite(record.get("loss", 0)):
+                    raise RunError(
+                        f"Figure 1, {network}: the loss is {record['loss']} in the "
+                        f"{REPORT_EVERY} steps before step {record['step']}."
+                    )
                 lines.write(json.dumps(record) + "\n")
                 records.append(record)
                 progress.update(task, completed=record["step"])
@@ -148,9 +154,15 @@ def load_digits(config: Config) -> dict[str, Array]:
     """Returns images, labels, test_images and test_labels on one device."""
     dataset = DATASETS[config.dataset]
     arrays = {}
-    for prefix, split in (("", dataset.train_split), ("test_", dataset.eval_split)):
+    for prefix, split, max_corrupt in (
+        ("", dataset.train_split, config.max_corrupt),
+        ("test_", dataset.eval_split, 0),
+    ):
         images, labels = load_arrays(
-            config.dataset, split=split, data_dir=config.data_dir
+            config.dataset,
+            split=split,
+            data_dir=config.data_dir,
+            max_corrupt=max_corrupt,
         )
         arrays[prefix + "images"] = jnp.asarray(images)
         arrays[prefix + "labels"] = jnp.asarray(labels)

@@ -122,7 +122,7 @@ class Run:
         self.checkpoints = checkpoints
         self.recorder = recorder
         self.stop = stop
-        self.evaluation = Evaluation(config, mesh)
+        self.evaluation = Evaluation(config, mesh, stop)
 
     def until_the_end(self, state: TrainState, *, owed: bool) -> Metrics:
         """Returns the last evaluation; `owed`: begins with one."""
@@ -149,14 +149,11 @@ class Run:
                 self._report(step, pending)
                 pending = []
             if evaluating:
-                result = self._evaluate_or_save(step, state, saving=saving)
+                result = self._evaluate_or_save(step, state)
             if saving:
                 self._save(step, state, result["accuracy"] if evaluating else None)
             if stopping:
-                raise Interrupted(
-                    f"Stopped after step {step}, which is saved. The same command "
-                    "goes on from there."
-                )
+                raise Interrupted(step)
         return result
 
     def _report(self, step: int, pending: list[Any]) -> None:
@@ -196,17 +193,15 @@ class Run:
             "another --workdir."
         )
 
-    def _evaluate_or_save(
-        self, step: int, state: TrainState, *, saving: bool
-    ) -> Metrics:
-        """Returns an evaluation; should it fail, the step that was due is saved.
+    def _evaluate_or_save(self, step: int, state: TrainState) -> Metrics:
+        """Returns an evaluation; should it fail or be stopped, the step is saved.
 
         Not with several processes: the others may not know, and a save needs all.
         """
         try:
             return self._evaluate(step, state)
         except BaseException:
-            if saving and jax.process_count() == 1:
+            if jax.process_count() == 1:
                 self._save(step, state, None)
             raise
 
@@ -240,4 +235,5 @@ def _training_batches(
         data_dir=config.data_dir,
         image_size=config.image_size,
         num_workers=config.num_workers,
+        max_corrupt=config.max_corrupt,
     )

@@ -1,10 +1,12 @@
 """Which data sets there are, and their records as TFDS prepared them."""
 
+import dataclasses
 import io
 import logging
 import os
 import pathlib
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import absl.logging
 import numpy as np
@@ -42,6 +44,54 @@ HARMLESS_LOGS = (
     "read_only=True, setting",  # Orbax, of what evaluation asks for
     "Given directory is read only",
 )
+logger = logging.getLogger(__name__)
+
+
+class CorruptPictures:
+    """Those that a reader came across, each counted once, up to a limit."""
+
+    def __init__(self, limit: int) -> None:
+        """Allows `limit` of them."""
+        self._limit = limit
+        self._names: set[str] = set()
+
+    def add(self, name: str, error: str) -> None:
+        """Logs one that is new, or raises a DataError that names it."""
+        if name in self._names:
+            return
+        self._names.add(name)
+        count = len(self._names)
+        if count > self._limit:
+            raise DataError(
+                f"{name} is unreadable ({error}), and {self._limit} such pictures are "
+                "allowed: --max-corrupt in training, none in evaluation."
+            )
+        logger.warning(
+            "Left out %s, which is unreadable: %s (%d of at most %d)",
+            name,
+            error,
+            count,
+            self._limit,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Records:
+    """The records of a split; "image" is the bytes of a picture file."""
+
+    source: BaseDataSource
+    name: str  # for messages
+
+    def __len__(self) -> int:
+        """Returns the number of records."""
+        return len(self.source)
+
+    def __getitems__(self, numbers: Sequence[int]) -> Sequence[dict[str, Any]]:
+        """Returns some records; one read of many costs a fraction of single ones."""
+        try:
+            return self.source.__getitems__(numbers)
+        except Exception as error:  # of whatever kind a broken file brings about
+            raise DataError(f"Cannot read {self.name}: {error}.") from error
 
 
 def _worth_logging(record: logging.LogRecord) -> bool:
@@ -60,8 +110,8 @@ def get_dataset(name: str) -> Dataset:
 
 def open_split(
     name: str, *, split: str, data_dir: str | os.PathLike | None = None
-) -> BaseDataSource:
-    """Returns the records of a split; their "image" is the bytes of a picture file.
+) -> Records:
+    """Returns the records of a split.
 
     Args:
       name: One of `DATASETS`.
@@ -75,32 +125,40 @@ def open_split(
     builder = _builder(get_dataset(name).name, data_dir)
     known = ", ".join(builder.info.splits)
     try:
+        files = builder.info.splits[split].filepaths
         decoders = {"image": tfds.decode.SkipDecoding()}
         # A decorator of TFDS's hides the arguments from type checkers.
-        return builder.as_data_source(split=split, decoders=decoders)  # type: ignore
-    except (ValueError, AssertionError) as error:
+        source = builder.as_data_source(split=split, decoders=decoders)  # type: ignore
+    except (ValueError, AssertionError, KeyError) as error:
         raise DataError(
             f"Cannot read split {split!r} of {name}: {error} "
             f"Give one of {known}, or a non-empty part such as 'train[:100]'."
         ) from error
+    missing = [path.name for path in files if not path.exists()]
+    if missing:
+        raise DataError(
+            f"{len(missing)} of {len(files)} files of {name} {split} are not in "
+            f"{builder.data_path}, the first is {missing[0]}. Copy or prepare it anew."
+        )
+    return Records(source, f"{name} {split} in {builder.data_path}")
 
 
 def check_data(name: str, data_dir: str | os.PathLike | None) -> None:
     """Raises a DataError unless both splits that a run reads are there."""
     dataset = get_dataset(name)
     for split in (dataset.train_split, dataset.eval_split):
-        source = open_split(name, split=split, data_dir=data_dir)
-        try:
-            _ = source[0], source[len(source) - 1]
-        except Exception as error:  # of whatever kind a broken file brings about
-            raise DataError(f"Cannot read {split} of {name}: {error}") from error
+        records = open_split(name, split=split, data_dir=data_dir)
+        records.__getitems__([0, len(records) - 1])
 
 
 def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.DatasetBuilder:
     """Returns TFDS's reader, having made sure that there is something to read."""
     if name == "mnist_subset":
         return tfds.builder_from_directory(EMBEDDED)
-    builder = tfds.builder(name, data_dir=data_dir)
+    try:
+        builder = tfds.builder(name, data_dir=data_dir)
+    except Exception as error:  # such as a parser's, of a damaged dataset_info.json
+        raise DataError(f"Cannot read {name} in {data_dir}: {error}") from error
     prepare = (
         f"prepare it once with `tfds build {name} --file_format=array_record`, which "
         "needs TensorFlow (reading does not), and pass its folder as --data-dir"
@@ -119,7 +177,11 @@ def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.Dataset
 
 
 def load_arrays(
-    name: str, *, split: str, data_dir: str | os.PathLike | None = None
+    name: str,
+    *,
+    split: str,
+    data_dir: str | os.PathLike | None = None,
+    max_corrupt: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a whole split of a small data set: images and labels.
 
@@ -127,22 +189,26 @@ def load_arrays(
     >>> images.shape, images.dtype, labels.shape, labels.dtype
     ((100, 28, 28, 1), dtype('uint8'), (100,), dtype('int32'))
 
+    Args:
+      name: See `open_split`, for `split` and `data_dir` too.
+      split: A training split may have holes, one for evaluation should have none.
+      data_dir: None: TFDS's own default.
+      max_corrupt: How many unreadable pictures to log and leave out.
+
     Raises:
-      DataError: See `open_split`; or a picture is corrupt or of another size.
+      DataError: See `open_split`; or more pictures are corrupt or of another size.
     """
     shape = get_dataset(name).image_shape
     if shape is None:
         raise DataError(f"{name} is read from disk as it goes, not as one array.")
-    # One read of all: it costs a fraction of as many single ones.
     source = open_split(name, split=split, data_dir=data_dir)
-    records = source.__getitems__(range(len(source)))
-    images = np.empty((len(records), *shape), np.uint8)
-    for number, record in enumerate(records):
+    corrupt = CorruptPictures(max_corrupt)
+    images, labels = [], []
+    for number, record in enumerate(source.__getitems__(range(len(source)))):
         try:
             picture = Image.open(io.BytesIO(record["image"]), formats=("PNG", "JPEG"))
-            images[number] = np.asarray(picture).reshape(shape)
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"Example {number} of {name} {split} is corrupt: {error}"
-            ) from error
-    return images, np.array([record["label"] for record in records], np.int32)
+            images.append(np.asarray(picture, np.uint8).reshape(shape))
+            labels.append(record["label"])
+        except Exception as error:  # Pillow's parsers raise whatever they trip over.
+            corrupt.add(f"example {number} of {source.name}", type(error).__name__)
+    return np.stack(images), np.array(labels, np.int32)

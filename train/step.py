@@ -186,21 +186,11 @@ def train_step(
     # A batch may have no valid example left; then its gradient is 0.
     count = jnp.maximum(total(batch.get("mask", jnp.ones_like(keys, bool)).sum()), 1)
 
-    def loss_fn(
-        params: Any, batch_stats: Any, part: Batch, key: Array
-    ) -> tuple[Array, tuple[Any, dict[str, Array]]]:
-        logits, updates = model.apply(
-            {"params": params, "batch_stats": batch_stats},
-            part["image"],
-            train=True,
-            mask=part.get("mask"),
-            mutable=["batch_stats"],
-            rngs={"dropout": key},
-        )
-        sums = metrics_of(logits, part)
+    def loss_fn(*args: Any) -> tuple[Array, tuple[Any, dict[str, Array]]]:
+        sums, batch_stats = train_sums(*args, model=model)
         loss = sums["loss"] / count.astype(sums["loss"].dtype)
         loss = loss if sum_gradients else total(loss)
-        return loss, (updates.get("batch_stats", {}), total(sums))
+        return loss, (batch_stats, total(sums))
 
     gradient_of = functools.partial(jax.grad(loss_fn, has_aux=True), state.params)
     if accumulate == 1:
@@ -219,6 +209,21 @@ def train_step(
         state.position + total(len(keys)),
     )
     return new, {**metrics, "grad_norm": optax.tree.norm(gradients)}
+
+
+def train_sums(
+    params: Any, batch_stats: Any, batch: Batch, dropout_key: Array, *, model: nn.Module
+) -> tuple[dict[str, Array], Any]:
+    """Returns the sums of `metrics_of` in training mode, and the new `batch_stats`."""
+    logits, updates = model.apply(
+        {"params": params, "batch_stats": batch_stats},
+        batch["image"],
+        train=True,
+        mask=batch.get("mask"),
+        mutable=["batch_stats"],
+        rngs={"dropout": dropout_key},
+    )
+    return metrics_of(logits, batch), updates.get("batch_stats", {})
 
 
 def stream_key(seed: int, purpose: str) -> Array:

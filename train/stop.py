@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -10,14 +11,24 @@ from jax.experimental import multihost_utils
 class Interrupted(Exception):
     """The run was asked to stop, and has saved its state."""
 
+    def __init__(self, step: int) -> None:
+        """Says after which step."""
+        super().__init__(
+            f"Stopped after step {step}, which is saved. The same command goes on from "
+            "there."
+        )
+
 
 class StopSignal:
     """Notices SIGTERM, so that a run can save before it ends."""
 
+    def __init__(self) -> None:
+        """Has received nothing yet."""
+        self._received = False
+        self._previous: Any = None
+
     def __enter__(self) -> "StopSignal":
         """Begins to listen."""
-        self._received = False
-        self._previous = None
         if jax.process_count() == 1:
             self._previous = signal.signal(signal.SIGTERM, self._receive)
         return self
@@ -29,7 +40,12 @@ class StopSignal:
 
     def _receive(self, *_: object) -> None:
         self._received = True
-        print("SIGTERM: saving after this step", file=sys.stderr, flush=True)
+        print("SIGTERM: saving, then stopping", file=sys.stderr, flush=True)
+
+    def check(self, step: int) -> None:
+        """Raises amid the evaluation of `step`, unless there are other processes."""
+        if self._received:
+            raise Interrupted(step)
 
     def requested(self, step: int) -> bool:
         """Returns whether to stop after `step`; the same in every process."""

@@ -4,7 +4,6 @@ import atexit
 import collections
 import contextlib
 import dataclasses
-import logging
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -15,10 +14,9 @@ import jax
 import numpy as np
 from absl import flags
 from jax.sharding import NamedSharding
-from tensorflow_datasets.core.data_sources.base import BaseDataSource
 
 from train import crops
-from train.sources import DataError
+from train.sources import CorruptPictures, Records
 
 Batch = dict[str, jax.Array]
 HostBatches = Generator[dict[str, Any], None, None]
@@ -26,7 +24,6 @@ HostBatches = Generator[dict[str, Any], None, None]
 ENDLESS = 2**40  # steps; grain wants a length
 PLACED_AHEAD = 2  # batches on their way to the devices while one is in use
 
-logger = logging.getLogger(__name__)
 _live = weakref.WeakSet()  # iterators that may still have threads or processes
 
 
@@ -38,7 +35,7 @@ class TrainRows:
     `position + s * batch_size + j` alone: not on who reads it, nor in which order.
     """
 
-    source: BaseDataSource  # its "image" still encoded
+    source: Records  # its "image" still encoded
     batch_size: int  # global
     rows: range  # of the global batch
     image_size: int
@@ -63,7 +60,7 @@ class TrainRows:
 class EvalRows:
     """Reads the rows of an evaluation batch that one process holds, in order."""
 
-    source: BaseDataSource
+    source: Records
     batch_size: int
     rows: range
     image_size: int
@@ -87,7 +84,7 @@ def epoch_orders(num_examples: int, *, seed: int) -> grain.MapDataset:
 
 
 def train_batches(
-    source: BaseDataSource,
+    source: Records,
     *,
     batch_size: int,
     seed: int,
@@ -117,7 +114,7 @@ def train_batches(
 
 
 def eval_batches(
-    source: BaseDataSource,
+    source: Records,
     *,
     batch_size: int,
     sharding: NamedSharding,
@@ -194,22 +191,11 @@ def read_ahead(
 
 def _allow_corrupt(batches: HostBatches, *, limit: int) -> HostBatches:
     """Yields the batches; logs and counts the unreadable pictures in them."""
-    count = 0
+    corrupt = CorruptPictures(limit)
     with contextlib.closing(batches):
         for batch in batches:
-            for picture in batch.pop("corrupt"):
-                count += 1
-                if count > limit:
-                    raise DataError(
-                        f"{count} unreadable pictures, of at most {limit} allowed. "
-                        f"The last is {picture}."
-                    )
-                logger.warning(
-                    "Masked an unreadable picture (%d of at most %d): %s",
-                    count,
-                    limit,
-                    picture,
-                )
+            for name, error in batch.pop("corrupt"):
+                corrupt.add(name, error)
             yield batch
 
 
@@ -238,7 +224,7 @@ def _decode(
     size: int,
     num_rows: int,
 ) -> dict[str, Any]:
-    """Returns image, label, mask and "corrupt", a line for each unreadable picture.
+    """Returns image, label, mask and "corrupt", name and error of what is unreadable.
 
     The rows of those pictures, and rows without a record, are zero and masked.
     """
@@ -255,5 +241,5 @@ def _decode(
             batch["mask"][row] = True
         except Exception as error:  # Pillow's parsers raise whatever they trip over.
             name = record["file_name"].decode()
-            batch["corrupt"].append(f"{name} ({type(error).__name__})")
+            batch["corrupt"].append((name, type(error).__name__))
     return batch

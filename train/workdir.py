@@ -1,7 +1,9 @@
 """What a run leaves on disk: its config, checkpoints and records."""
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ FREE = frozenset(
         "parallel",
         "data_dir",
         "num_workers",
+        "max_corrupt",
     }
 )
 
@@ -113,7 +116,7 @@ def read_records(workdir: Path) -> list[dict[str, Any]]:
     """Returns the lines of `metrics.jsonl`, oldest first."""
     path = workdir / METRICS
     lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if _is_whole(line)]
+    return [record for line in lines if (record := _parse_record(line))]
 
 
 def rewind_records(workdir: Path, step: int) -> None:
@@ -122,19 +125,32 @@ def rewind_records(workdir: Path, step: int) -> None:
     _replace(workdir / METRICS, "".join(json.dumps(r) + "\n" for r in kept))
 
 
-def _is_whole(line: str) -> bool:
-    """Returns False for a line that a killed process left unfinished."""
+def _parse_record(line: str) -> dict[str, Any] | None:
+    """Returns None for a line that a killed process left unfinished."""
     try:
-        json.loads(line)
+        record = json.loads(line)
     except json.JSONDecodeError:
-        return False
-    return True
+        return None
+    return record if isinstance(record, dict) and "step" in record else None
 
 
 def _score(metrics: Any) -> float:
     """Returns what makes a checkpoint the best; less than any where unevaluated."""
     accuracy = metrics["accuracy"]
     return -1.0 if accuracy is None else accuracy
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Says in one line what is wrong with saved files."""
+    try:
+        yield
+    except Exception as error:  # of whatever kind a broken file brings about
+        reason = " ".join(str(error).split())
+        raise RunError(
+            f"Cannot read {folder}: {reason}. To go on from the checkpoint before it, "
+            "move the folder of a damaged step away."
+        ) from error
 
 
 class Checkpoints:
@@ -155,9 +171,9 @@ class Checkpoints:
             read_only=read_only,
             best_fn=_score,  # Without it Orbax does not save the metrics.
         )
-        self._manager = ocp.CheckpointManager(
-            (workdir / CHECKPOINTS).absolute(), options=options
-        )
+        self._folder = (workdir / CHECKPOINTS).absolute()
+        with _readable(self._folder):
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def __enter__(self) -> "Checkpoints":
         """Returns itself."""
@@ -193,7 +209,8 @@ class Checkpoints:
             ),
             jax.eval_shape(lambda: init_state(config)),
         )
-        restored: Any = self._manager.restore(
-            step, args=ocp.args.StandardRestore(wanted)
-        )
+        with _readable(self._folder / str(step)):
+            restored: Any = self._manager.restore(
+                step, args=ocp.args.StandardRestore(wanted)
+            )
         return TrainState(*restored)
