@@ -29,7 +29,7 @@ benchmark: $(READY)  ## the tables of README.md, beside other libraries
 
 lock:  ## requirements.txt anew, with the newest versions; needs uv
 	uv pip compile pyproject.toml --extra test --extra docs --universal --python-version 3.11 \
-	    --generate-hashes --no-emit-index-url --no-header --upgrade -o requirements.txt
+	    --generate-hashes --no-emit-index-url --no-header --no-strip-extras --upgrade -o requirements.txt
 
 $(READY): requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
